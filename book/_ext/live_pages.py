@@ -1,0 +1,119 @@
+"""Directives that read the package and the measurements at build time, so that no page repeats them by hand."""
+
+import importlib
+import json
+import pkgutil
+import posixpath
+from html import escape
+from pathlib import Path
+
+import yaml
+from docutils import nodes
+from docutils.statemachine import StringList
+from sphinx.util.docutils import SphinxDirective
+
+PROVENANCE = ("what", "device", "driver", "versions", "commit", "command", "date", "seed", "n")
+
+
+def raw(html):
+    return nodes.raw("", html, format="html")
+
+
+class EngineMap(SphinxDirective):
+    """`minisgl.figures.engine_map`: rooms lead to the API page, chapters to their pages, if these exist."""
+
+    def run(self):
+        from minisgl.figures.engine_map import BOXES, engine_map
+
+        toc = Path(self.env.srcdir) / "_toc.yml"
+        self.env.note_dependency(str(toc))
+        chapters = [c["file"] for part in yaml.safe_load(toc.read_text())["parts"] for c in part["chapters"]]
+        here = posixpath.dirname(self.env.docname)
+        links = {box.room: posixpath.relpath("book/api", here) + f".html#module-minisgl.{box.room}" for box in BOXES}
+        for chapter in chapters:
+            if chapter.startswith("notebooks/"):
+                number = int(posixpath.basename(chapter).split("-")[0])
+                links[f"chapter {number}"] = posixpath.relpath(chapter, here) + ".html"
+        return [raw(engine_map(links))]
+
+
+class Palette(SphinxDirective):
+    """The table of states: colour, letter, meaning."""
+
+    def run(self):
+        from minisgl.figures.style import STATES, color, ink
+
+        rows = "".join(
+            f'<tr><td><span class="sgl-swatch" style="background:{color(name)};color:{ink(name)}">{state.symbol}</span>'
+            f"</td><td>{name}</td><td>{escape(state.meaning)}</td></tr>"
+            for name, state in STATES.items()
+        )
+        head = "<thead><tr><th>mark</th><th>state</th><th>meaning</th></tr></thead>"
+        return [raw(f'<table class="table">{head}{rows}</table>')]
+
+
+class Modules(SphinxDirective):
+    """`automodule` for every module of the package that has no leading underscore, in the order of the rooms."""
+
+    def run(self):
+        import minisgl
+
+        names = sorted(
+            m.name
+            for m in pkgutil.walk_packages(minisgl.__path__, "minisgl.")
+            if not any(part.startswith("_") for part in m.name.split("."))
+        )
+        sections = []
+        for name in names:
+            self.env.note_dependency(importlib.import_module(name).__file__)
+            node = nodes.section(ids=[nodes.make_id(name)], names=[name])
+            node += nodes.title(name, "", nodes.literal(name, name))
+            lines = ["```{eval-rst}", f".. automodule:: {name}", "   :members:", "   :show-inheritance:", "```"]
+            self.state.nested_parse(StringList(lines, source=name), 0, node)
+            sections.append(node)
+        return sections
+
+
+class Results(SphinxDirective):
+    """Every file of `book/results/`: provenance first, then its tables and values."""
+
+    def run(self):
+        folder = Path(self.env.srcdir) / "book" / "results"
+        found = []
+        for path in sorted(folder.glob("*.json")):
+            self.env.note_dependency(str(path))
+            section = nodes.section(ids=[nodes.make_id(f"results-{path.stem}")], names=[f"results {path.stem}"])
+            data = json.loads(path.read_text(encoding="utf-8"))
+            section += nodes.title("", str(data.get("title", path.stem)) if isinstance(data, dict) else path.stem)
+            source = f'<p class="sgl-source">from <code>book/results/{escape(path.name)}</code></p>'
+            section += raw(render(data) + source)
+            found.append(section)
+        return found or [nodes.paragraph("", "No measurement has been recorded yet.")]
+
+
+def render(data):
+    """HTML of any JSON value: an object becomes a table of two columns, a list of objects a table with a header."""
+    if isinstance(data, dict):
+        keys = sorted(data, key=lambda k: PROVENANCE.index(k) if k in PROVENANCE else len(PROVENANCE))
+        rows = "".join(f"<tr><th>{escape(str(k))}</th><td>{render(data[k])}</td></tr>" for k in keys if k != "title")
+        return f'<table class="table sgl-results">{rows}</table>'
+    if isinstance(data, list) and data and all(isinstance(row, dict) for row in data):
+        keys = list(dict.fromkeys(key for row in data for key in row))
+        head = "".join(f"<th>{escape(str(key))}</th>" for key in keys)
+        rows = "".join("<tr>" + "".join(f"<td>{render(row.get(key))}</td>" for key in keys) + "</tr>" for row in data)
+        table = f'<table class="table sgl-results"><thead><tr>{head}</tr></thead>{rows}</table>'
+        return f'<div class="sgl-scroll">{table}</div>'
+    if isinstance(data, list):
+        text = ", ".join(render(value) for value in data)
+        return text if len(data) <= 40 else f"<details><summary>{len(data)} values</summary>{text}</details>"
+    if isinstance(data, float):
+        return f"{data:.4g}" if abs(data) < 1e5 else f"{data:,.0f}"
+    return "" if data is None else escape(str(data))
+
+
+def setup(app):
+    app.add_directive("engine-map", EngineMap)
+    app.add_directive("palette", Palette)
+    app.add_directive("modules", Modules)
+    app.add_directive("results", Results)
+    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
