@@ -1,0 +1,1 @@
+"""`minisgl bench`: measurements, by the public names only."""

@@ -1,0 +1,178 @@
+"""What goes from the scheduler to the engine and back: the plan of a step, and its result.
+
+Both are columns, not objects: one entry a request, in arrays. R requests of the step, S of them sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from minisgl.request import FinishReason, SamplingParams, Timings, Usage
+from minisgl.utils import BoolArray, Int32Array
+
+Float32Array = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdmittedRow:
+    """A request that got a row in this step: all that the device's table needs to know about it.
+
+    ``output_token_ids`` is not empty when a preempted request comes back; ``num_computed`` tokens came from the cache.
+    """
+
+    row: int
+    request_id: str
+    sampling_params: SamplingParams
+    seed: int
+    eos_token_ids: tuple[int, ...]
+    prompt_token_ids: Int32Array
+    output_token_ids: Int32Array
+    num_computed: int
+
+
+class RowView(NamedTuple):
+    """One request of a plan in printable form."""
+
+    row: int
+    start: int
+    num_tokens: int
+    token_ids: list[int] | None
+    new_pages: list[int]
+    first_page: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SchedulerOutput:
+    """The plan of one step: who runs, which tokens, on which pages. Frozen; made by `Scheduler.schedule`.
+
+    Args:
+        step_id: counts up from 1.
+        rows: ``[R]`` int32, row of each request, in order of arrival.
+        num_tokens: ``[R]`` int32, tokens to compute.
+        starts: ``[R]`` int32, position of the first of them.
+        samples: ``[R]`` bool, whether the step ends with a new token for this request.
+        token_offsets: ``[R + 1]`` int32, and
+        token_ids: int32: the tokens that the host knows, as CSR. A request has either all of its ``num_tokens`` here or
+            none: then it continues with the token that the device sampled last.
+        page_starts: ``[R]`` int32, index in the request's page table where
+        page_offsets: ``[R + 1]`` int32, and
+        page_ids: int32: its new entries go (CSR). They may overwrite older ones: duplicates that gave way to the prefix
+            cache's pages.
+        page_copies: ``[C, 2]`` int32, source and destination of pages to copy before the forward pass.
+        admitted: requests that got their row in this step.
+        prompt_logprobs: indices in R of requests that want logits of every token.
+        preempted: ids of requests that lost their row before this step.
+    """
+
+    step_id: int
+    rows: Int32Array
+    num_tokens: Int32Array
+    starts: Int32Array
+    samples: BoolArray
+    token_offsets: Int32Array
+    token_ids: Int32Array
+    page_starts: Int32Array
+    page_offsets: Int32Array
+    page_ids: Int32Array
+    page_copies: Int32Array
+    admitted: tuple[AdmittedRow, ...] = ()
+    prompt_logprobs: tuple[int, ...] = ()
+    preempted: tuple[str, ...] = ()
+
+    @property
+    def num_requests(self) -> int:
+        """R."""
+        return len(self.rows)
+
+    @property
+    def total_tokens(self) -> int:
+        """N, tokens of the step."""
+        return int(self.num_tokens.sum())
+
+    def rows_view(self) -> Iterator[RowView]:
+        """The plan request by request, for readers and tests."""
+        for i, row in enumerate(self.rows.tolist()):
+            known = self.token_ids[self.token_offsets[i] : self.token_offsets[i + 1]].tolist()
+            pages = self.page_ids[self.page_offsets[i] : self.page_offsets[i + 1]].tolist()
+            yield RowView(
+                row=row,
+                start=int(self.starts[i]),
+                num_tokens=int(self.num_tokens[i]),
+                token_ids=known or None,
+                new_pages=pages,
+                first_page=int(self.page_starts[i]),
+                samples=bool(self.samples[i]),
+            )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LogprobColumns:
+    """Log-probabilities of M tokens with their K most likely alternatives.
+
+    Args:
+        logprobs: ``[M]`` float32 of the tokens themselves.
+        ranks: ``[M]`` int32, 1 for the most likely one.
+        top_ids: ``[M, K]`` int32.
+        top_logprobs: ``[M, K]`` float32, falling.
+    """
+
+    logprobs: Float32Array
+    ranks: Int32Array
+    top_ids: Int32Array
+    top_logprobs: Float32Array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepResult:
+    """What the device answers to a plan: one entry for each request that samples, in the plan's order.
+
+    Args:
+        token_ids: ``[S]`` int32.
+        finite: ``[S]`` bool, False where the logits held NaN or were all excluded: that request ends.
+        logprobs: of the sampled tokens, ``[S]``, if any request of the step asked.
+        prompt_logprobs: index in R -> columns, one entry for each of the request's tokens of this step: the
+            log-probability of the *next* prompt token at that position (the last one of the prompt has none).
+    """
+
+    token_ids: Int32Array
+    finite: BoolArray
+    logprobs: LogprobColumns | None = None
+    prompt_logprobs: dict[int, LogprobColumns] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRequest:
+    """The end of one request, told exactly once."""
+
+    request_id: str
+    reason: FinishReason
+    stop_reason: str | int | None
+    usage: Usage
+    timings: Timings
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepOutput:
+    """What a step brought to its requests.
+
+    Args:
+        step_id: the step, 0 for an end that belongs to no step (an abort).
+        request_ids: requests that got a token, and
+        token_ids: ``[len(request_ids)]`` int32, that token. An EOS or stop token is not among them.
+        indices: ``[len(request_ids)]`` int32, where ``result.logprobs`` holds its entry.
+        finished: requests that ended.
+        result: the step's result, for the log-probabilities.
+    """
+
+    step_id: int
+    request_ids: tuple[str, ...]
+    token_ids: Int32Array
+    indices: Int32Array
+    finished: tuple[FinishedRequest, ...]
+    result: StepResult | None = None
