@@ -106,3 +106,55 @@ def test_matplotlib_takes_the_palette():
         drawing = from_matplotlib(figure, alt="a line")
     ElementTree.fromstring(drawing.svg)
     assert "var(--sgl-prefill, #4a88dd)" in drawing.svg and "#000000" not in drawing.svg
+
+
+@pytest.fixture
+def trace():
+    """Two requests: one alone, then one with a cached prefix beside it."""
+    from minisgl.trace import StepRecord, Trace
+
+    def step(step_id, *rows):
+        ids, num_tokens, starts, prompts = zip(*rows, strict=True)
+        columns = [np.array(column, np.int32) for column in (num_tokens, starts, prompts)]
+        samples = columns[1] + columns[0] >= columns[2]
+        return StepRecord(step_id, 0.0, 1.0, ids, *columns, samples, num_free_pages=9, num_cached_pages=0)
+
+    steps = [
+        step(1, ("a", 5, 0, 5)),
+        step(2, ("a", 1, 5, 5), ("b", 7, 16, 23)),
+        step(3, ("a", 1, 6, 5), ("b", 1, 23, 23)),
+    ]
+    return Trace(steps, {"a": 0.0, "b": 0.5}, {"a": 0, "b": 16}, {})
+
+
+def texts(drawing):
+    return [node.text for node in ElementTree.fromstring(drawing.svg).iter("{http://www.w3.org/2000/svg}text")]
+
+
+def test_timeline_shows_what_the_trace_holds(trace):
+    from minisgl.figures.timeline import timeline
+
+    drawing = timeline(trace, {"a": "first <one>"})
+    shown = texts(drawing)
+    assert shown.index("first <one>") < shown.index("b")
+    assert {"5", "16", "7", "8", "step 1", "step 3", "prefill", "decode", "cached"} <= set(shown)
+    assert "b: 7 prompt tokens after 16 cached ones from step 2 on, 2 new" in drawing.alt
+
+
+def test_positions_shows_each_token_once(trace):
+    from minisgl.figures.timeline import positions
+
+    svg = positions(trace, "a").svg  # one more of each in the legend
+    assert svg.count('fill="var(--sgl-prefill,') == 5 + 1
+    assert svg.count('fill="var(--sgl-decode,') == 2 + 1
+    assert svg.count('fill="none"') == 5 + 6
+    with pytest.raises(ValueError, match="nobody"):
+        positions(trace, "nobody")
+
+
+def test_timeline_of_nothing_says_what_is_missing():
+    from minisgl.figures.timeline import timeline
+    from minisgl.trace import Trace
+
+    with pytest.raises(ValueError, match="trace=True"):
+        timeline(Trace())
