@@ -65,9 +65,8 @@ class PendingStep:
         self._finite = _Copy(sampled.finite)
         self._logprobs = None if sampled.logprobs is None else _LogprobCopies(sampled.logprobs)
         self._prompt_logprobs = {index: _LogprobCopies(tensors) for index, tensors in (prompt_logprobs or {}).items()}
-        self._event = torch.cuda.Event() if sampled.token_ids.is_cuda else None
-        if self._event is not None:
-            self._event.record()
+        device = sampled.token_ids.device
+        self._event = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
     def ready(self) -> bool:
         """Whether `wait` would return at once."""

@@ -26,6 +26,8 @@ from minisgl.utils import Int32Array
 
 Int64Array = npt.NDArray[np.int64]
 NeedArray = npt.NDArray[np.int64]
+_MAX_FLOAT = float(np.finfo(np.float32).max)
+_MAX_TOKENS = 2**31 - 1
 
 
 class Need(IntFlag):
@@ -57,6 +59,11 @@ def _needs(params: SamplingParams, num_output: int, vocab_size: int) -> Need:
         Need.LOGPROBS: params.logprobs is not None,
     }
     return Need(sum(need for need, asked in needs.items() if asked))
+
+
+def _signed(seed: int) -> int:
+    """The int64 with the low 64 bits of ``seed``."""
+    return (seed + 2**63) % 2**64 - 2**63
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -161,27 +168,23 @@ class Sampler:
             return
         for a in admitted:
             a.sampling_params.check_vocabulary(self.vocab_size)
-        floats = np.empty((6, len(admitted)), np.float32)
+        floats = np.empty((6, len(admitted)))
         ints = np.empty((3, len(admitted)), np.int64)
         for i, a in enumerate(admitted):
             p, num_output = a.sampling_params, len(a.output_token_ids)
-            floats[:, i] = (
-                *(1 if p.is_greedy else p.temperature, p.top_p, p.min_p),
-                *(p.repetition_penalty, p.presence_penalty, p.frequency_penalty),
-            )
-            seed = a.seed & (2**64 - 1)
-            ints[:, i] = (
-                seed - 2**64 if seed >= 2**63 else seed,
-                num_output,
-                p.top_k if p.top_k > 0 else self.vocab_size,
-            )
+            temperature = 1.0 if p.is_greedy else p.temperature
+            top_k = min(p.top_k, self.vocab_size) if p.top_k > 0 else self.vocab_size
+            penalties = p.repetition_penalty, p.presence_penalty, p.frequency_penalty
+            floats[:, i] = temperature, p.top_p, p.min_p, *penalties
+            ints[:, i] = _signed(a.seed), num_output, top_k
             self._needs[a.row] = _needs(p, num_output, self.vocab_size)
             self._num_logprobs[a.row] = p.logprobs or 0
             self._num_output[a.row] = num_output
-            self._min_tokens[a.row] = p.min_tokens
+            self._min_tokens[a.row] = min(p.min_tokens, _MAX_TOKENS)
             self._set_tokens(a)
         rows = self._to_device(np.array([a.row for a in admitted]))
-        self._floats[:, rows] = self._to_device(floats)
+        # An infinite temperature would turn excluded logits into NaN.
+        self._floats[:, rows] = self._to_device(floats.clip(-_MAX_FLOAT, _MAX_FLOAT).astype(np.float32))
         self._ints[:, rows] = self._to_device(ints)
 
     def _set_tokens(self, a: AdmittedRow) -> None:
@@ -192,10 +195,10 @@ class Sampler:
         params, needs = a.sampling_params, self._needs[a.row]
         if needs & Need.PENALTIES:
             self._counts.assign(a.row, self._ids(a.prompt_token_ids), self._ids(a.output_token_ids))
-        if needs & Need.BIAS and params.logit_bias:
+        if params.logit_bias:
             self._bias_ids[a.row] = self._ids(list(params.logit_bias))
             self._bias_values[a.row] = self._to_device(np.array(list(params.logit_bias.values()), np.float32))
-        if needs & Need.ALLOWED and params.allowed_token_ids is not None:
+        if params.allowed_token_ids is not None:
             self._allowed_ids[a.row] = self._ids(params.allowed_token_ids)
         if needs & Need.MIN_TOKENS:
             ending = {*a.eos_token_ids, *params.stop_token_ids}

@@ -36,7 +36,7 @@ LOGPROB_FLOOR = -9999.0
 for "very unlikely"."""
 
 MAX_SLICE_ELEMENTS = 2**24
-"""Most elements of a temporary ``[rows, V]`` in the functions that need several of them: 64 MiB of float32."""
+"""Most elements of a temporary ``[rows, V]`` in functions that need several: 64 MiB of float32, 128 MiB of int64."""
 
 _NEVER = float("-inf")
 
@@ -121,11 +121,17 @@ def keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
     return _keep(logits, order, _within_top_p(falling, top_p))
 
 
-def keep_top_k_top_p(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """``keep_top_p(keep_top_k(logits, top_k), top_p)``, to the bit, with one sort instead of two."""
-    falling, order = logits.sort(dim=-1, descending=True, stable=True)
-    within_k = torch.arange(logits.shape[-1], device=logits.device) < top_k[:, None]
-    return _keep(logits, order, within_k & _within_top_p(falling.masked_fill_(~within_k, _NEVER), top_p))
+def keep_top_k_top_p(logits: Tensor, top_k: Tensor, top_p: Tensor, *, max_elements: int = MAX_SLICE_ELEMENTS) -> Tensor:
+    """``keep_top_p(keep_top_k(logits, top_k), top_p)``, to the bit, with one sort instead of two, and in slices of at
+    most ``max_elements`` (but at least a row)."""
+    places = torch.arange(logits.shape[-1], device=logits.device)
+    result = torch.empty_like(logits)
+    for part in _slices(logits.shape[0], logits.shape[1], max_elements):
+        falling, order = logits[part].sort(dim=-1, descending=True, stable=True)
+        within_k = places < top_k[part, None]
+        within_p = _within_top_p(falling.masked_fill_(~within_k, _NEVER), top_p[part])
+        result[part] = _keep(logits[part], order, within_k & within_p)
+    return result
 
 
 def keep_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
