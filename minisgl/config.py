@@ -171,6 +171,7 @@ class ModelConfig:
         architecture: class name in ``architectures``, such as "Qwen3ForCausalLM".
         dtype: dtype of the checkpoint: "bfloat16", "float16" or "float32".
         max_position_embeddings: trained context in tokens.
+        sliding_window: tokens that a layer with a window sees; None if no layer has one.
         eos_token_ids: ids that end a text, from ``config.json`` and ``generation_config.json``.
         raw: the whole ``config.json``, for what only one architecture needs.
     """
@@ -216,7 +217,6 @@ class ModelConfig:
             heads = int(raw["num_attention_heads"])
             hidden = int(raw["hidden_size"])
             head_dim = int(raw.get("head_dim") or hidden // heads)
-            windowed = raw.get("use_sliding_window", True)
             return cls(
                 architecture=str((raw.get("architectures") or ["unknown"])[0]),
                 vocab_size=int(raw["vocab_size"]),
@@ -232,7 +232,7 @@ class ModelConfig:
                 tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
                 attention_bias=bool(raw.get("attention_bias", False)),
                 mlp_bias=bool(raw.get("mlp_bias", False)),
-                sliding_window=raw.get("sliding_window") if windowed else None,
+                sliding_window=_sliding_window(raw),
                 dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"),
                 eos_token_ids=_ids(raw.get("eos_token_id")) | _ids((generation or {}).get("eos_token_id")),
                 raw=dict(raw),
@@ -254,8 +254,22 @@ def _rope(raw: Mapping[str, Any], head_dim: int) -> RopeConfig:
     share = section.pop("partial_rotary_factor", None) or raw.get("partial_rotary_factor") or 1.0
     rotary_dim = int(head_dim * share)
     if "original_max_position_embeddings" in raw:
-        section.setdefault("original_max_position_embeddings", raw["original_max_position_embeddings"])
+        section["original_max_position_embeddings"] = raw["original_max_position_embeddings"]
     return RopeConfig(theta=float(theta), rope_type=str(rope_type), rotary_dim=rotary_dim, parameters=section)
+
+
+def _sliding_window(raw: Mapping[str, Any]) -> int | None:
+    """The window, or None if no layer has one: Qwen has a switch, and windows only in layers from the
+    ``max_window_layers``-th on or where ``layer_types`` says so."""
+    window = raw.get("sliding_window")
+    if window is None or not raw.get("use_sliding_window", True):
+        return None
+    if "use_sliding_window" in raw:
+        types = raw.get("layer_types")
+        windowed = "sliding_attention" in types if types else raw.get("max_window_layers", 0) < raw["num_hidden_layers"]
+        if not windowed:
+            return None
+    return int(window)
 
 
 def _ids(value: Any) -> frozenset[int]:

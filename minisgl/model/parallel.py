@@ -44,9 +44,9 @@ class TensorParallel:
         """The ranks' ``[S, V]`` side by side: ``[S, size * V]``."""
         if self.size == 1:
             return x_SV
-        parts = torch.empty((self.size, *x_SV.shape), dtype=x_SV.dtype, device=x_SV.device)
-        dist.all_gather(list(parts.unbind(0)), x_SV.contiguous(), group=self.group)
-        return parts.transpose(0, 1).reshape(x_SV.shape[0], -1)
+        parts = [torch.empty_like(x_SV) for _ in range(self.size)]
+        dist.all_gather(parts, x_SV.contiguous(), group=self.group)
+        return torch.cat(parts, dim=-1)
 
     def split(self, total: int, what: str) -> slice:
         """This rank's share of ``total`` things. Raises ``ValueError``, naming ``what``, if they do not divide."""

@@ -12,11 +12,17 @@ import torch
 
 from minisgl.config import LoadFormat, ModelConfig
 from minisgl.model.decoder import CausalLM
+from minisgl.model.llama import build_llama
+from minisgl.model.mistral import build_mistral
 from minisgl.model.parallel import TensorParallel
+from minisgl.model.qwen2 import build_qwen2
 from minisgl.model.qwen3 import build_qwen3
 from minisgl.model.weights import fill_with_dummies, load_weights
 
 _ARCHITECTURES: dict[str, Callable[[ModelConfig, TensorParallel, int], CausalLM]] = {
+    "LlamaForCausalLM": build_llama,
+    "MistralForCausalLM": build_mistral,
+    "Qwen2ForCausalLM": build_qwen2,
     "Qwen3ForCausalLM": build_qwen3,
 }
 

@@ -47,6 +47,8 @@ def rotary_frequencies(rope: RopeConfig, trained_len: int, context_len: int) -> 
     """
     if rope.rope_type not in _KINDS:
         raise ValueError(f"rotary kind {rope.rope_type!r} is not supported; supported are {', '.join(_KINDS)}")
+    if rope.rotary_dim % 2:
+        raise ValueError(f"a head's dimensions are rotated in pairs, so their number cannot be {rope.rotary_dim}")
     try:
         return _KINDS[rope.rope_type](rope, trained_len, context_len)
     except KeyError as error:

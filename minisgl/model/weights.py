@@ -7,7 +7,8 @@ its place: beside the model there is at most one slice in memory. Names are chec
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -65,13 +66,15 @@ def load_weights(
 
 def fill_with_dummies(model: nn.Module, *, device: torch.device | str, dtype: torch.dtype, seed: int = 0) -> None:
     """Fill the parameters of ``model``, which lies on the meta device, with small random numbers made on ``device``;
-    weights of norms are 1. The same seed, device and dtype give the same model."""
+    weights of norms are 1, biases 0. The same seed, device and dtype give the same model."""
     generator = torch.Generator(device).manual_seed(seed)
     dummies: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         dummy = torch.empty(parameter.shape, dtype=dtype, device=device)
-        is_norm = parameter.dim() == 1 and name.endswith("weight")
-        dummies[name] = dummy.fill_(1.0) if is_norm else dummy.normal_(std=0.02, generator=generator)
+        if parameter.dim() == 1:
+            dummies[name] = dummy.fill_(0.0 if name.endswith("bias") else 1.0)
+        else:
+            dummies[name] = dummy.normal_(std=0.02, generator=generator)
     model.load_state_dict(dummies, strict=True, assign=True)
     _move_tables(model, device, dtype)
 
@@ -119,17 +122,17 @@ def _open(path: Path) -> Any:
 
 
 def _check_names(folder: str | Path, wanted: Iterable[str], found: list[str], harmless: Collection[str]) -> None:
-    wanted = set(wanted)
-    missing = sorted(wanted.difference(found))
-    extra = sorted(n for n in set(found) - wanted if n not in harmless and not n.endswith(_DERIVED))
-    twice = sorted({n for n in found if found.count(n) > 1}) if len(set(found)) < len(found) else []
-    problems = [f"{what} {_some(names)}" for what, names in _pairs(missing, extra, twice) if names]
-    if problems:
-        raise ValueError(f"the checkpoint in {folder} does not fit the model: {'; '.join(problems)}")
-
-
-def _pairs(missing: list[str], extra: list[str], twice: list[str]) -> Iterator[tuple[str, list[str]]]:
-    yield from (("it lacks", missing), ("it has unexpected", extra), ("it has twice", twice))
+    counts, expected = Counter(found), set(wanted)
+    problems = {
+        "it lacks": expected - counts.keys(),
+        "it has the unexpected": {
+            name for name in counts.keys() - expected if name not in harmless and not name.endswith(_DERIVED)
+        },
+        "it has twice": {name for name, count in counts.items() if count > 1},
+    }
+    texts = [f"{problem} {_some(sorted(names))}" for problem, names in problems.items() if names]
+    if texts:
+        raise ValueError(f"the checkpoint in {folder} does not fit the model: {'; '.join(texts)}")
 
 
 def _check_tensor(name: str, data: Any, shard: Shard) -> None:

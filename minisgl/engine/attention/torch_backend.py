@@ -133,10 +133,10 @@ def _attend_group(q_NHD: Tensor, k_slots: Tensor, v_slots: Tensor, group: Group,
     num_kv_heads, dim = k_slots.shape[1:]
     q = q_NHD.index_select(0, group.tokens).view(num_b, num_q, num_kv_heads, -1, dim)
     repeat = q.shape[3]
-    q = q.permute(0, 2, 3, 1, 4).reshape(num_b, num_kv_heads, repeat * num_q, dim)
+    q = q.permute(0, 2, 3, 1, 4).flatten(2, 3)
     k = k_slots.index_select(0, group.slots).view(num_b, num_k, num_kv_heads, dim).transpose(1, 2)
     v = v_slots.index_select(0, group.slots).view(num_b, num_k, num_kv_heads, dim).transpose(1, 2)
-    sees = group.sees.repeat(1, 1, repeat, 1)
+    sees = group.sees[:, :, None].expand(-1, -1, repeat, -1, -1).flatten(2, 3)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=sees, scale=scale)
     out = out.view(num_b, num_kv_heads, repeat, num_q, dim).permute(0, 3, 1, 2, 4)
     return out.reshape(num_b * num_q, num_kv_heads * repeat, dim)
