@@ -12,8 +12,11 @@ from enum import Enum
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from minisgl.utils import Int32Array, check_int, check_range
+
+Float32Array = npt.NDArray[np.float32]
 
 FinishReason = Literal["stop", "length", "abort"]
 MAX_STOP_STRINGS = 16
@@ -38,7 +41,8 @@ class SamplingParams:
         n: number of completions of the one prompt.
         max_tokens: at most this many new tokens; None: the rest of the context.
         min_tokens: no EOS or stop token before this many.
-        stop: a string or strings that end the text; cut off, unless ``include_stop_str_in_output``.
+        stop: a string or strings that end the text.
+        include_stop_str_in_output: keep the stop string at the end of the text, which it is otherwise cut from.
         stop_token_ids: token ids that end the text like an EOS.
         ignore_eos: go on to exactly ``max_tokens``.
         logprobs: also return the log-probability of each token and of this many most likely ones (0..20).
@@ -333,3 +337,60 @@ class RequestOutput:
     def logprobs(self) -> list[dict[int, Logprob]] | None:
         """Log-probabilities of the first completion's tokens, one entry a token, or None."""
         return self.outputs[0].logprobs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LogprobColumns:
+    """Log-probabilities of M tokens with their K most likely alternatives.
+
+    Args:
+        logprobs: ``[M]`` float32 of the tokens themselves.
+        ranks: ``[M]`` int32, 1 for the most likely one.
+        top_ids: ``[M, K]`` int32.
+        top_logprobs: ``[M, K]`` float32, falling.
+    """
+
+    logprobs: Float32Array
+    ranks: Int32Array
+    top_ids: Int32Array
+    top_logprobs: Float32Array
+
+    def take(self, indices: Int32Array) -> LogprobColumns:
+        """The entries at ``indices``."""
+        return LogprobColumns(
+            self.logprobs[indices], self.ranks[indices], self.top_ids[indices], self.top_logprobs[indices]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRequest:
+    """The end of one request, told exactly once."""
+
+    request_id: str
+    reason: FinishReason
+    stop_reason: str | int | None
+    usage: Usage
+    timings: Timings
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepOutput:
+    """What a step brought to its requests.
+
+    Args:
+        step_id: the step.
+        time_s: clock reading when its result came.
+        request_ids: requests that got a token, and
+        token_ids: ``[len(request_ids)]`` int32, that token. An EOS or stop token is not among them.
+        finished: requests that ended.
+        logprobs: ``[len(request_ids)]`` columns, if any request of the step asked.
+        prompt_logprobs: (request id, position in its prompt, columns of the tokens from there on).
+    """
+
+    step_id: int
+    time_s: float
+    request_ids: tuple[str, ...]
+    token_ids: Int32Array
+    finished: tuple[FinishedRequest, ...]
+    logprobs: LogprobColumns | None = None
+    prompt_logprobs: tuple[tuple[str, int, LogprobColumns], ...] = ()

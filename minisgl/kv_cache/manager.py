@@ -83,6 +83,17 @@ class KVCacheManager:
         """Pages given up that a launched step may still touch."""
         return sum(len(pages) for _, pages in self._in_transit)
 
+    def num_pages_held_by(self, holdings: Iterable[Holding]) -> int:
+        """Pages that become available when all these are closed: private ones, and shared ones that no other holds."""
+        num_private, refs = 0, dict[Node, int]()
+        for holding in holdings:
+            num_private += holding.num_pages - holding.num_shared_pages
+            at: Node | None = holding.node
+            while at is not None:
+                refs[at] = refs.get(at, at.ref_count) - 1
+                at = at.parent
+        return num_private + sum(len(node.pages) for node, others in refs.items() if not others)
+
     def match(self, token_ids: Int32Array, *, salt: str | None = None) -> Match:
         """The longest cached prefix of ``token_ids``; nothing is held by asking, so `open` must follow at once."""
         if not self.prefix_cache:
@@ -208,19 +219,14 @@ class KVCacheManager:
         """Assert the invariants: each page but page 0 is in exactly one state, sums agree, and a node's ``ref_count``
         is the number of locks below it."""
         self.tree.check()
-        states: list[Iterable[int]] = [self.allocator.free_pages.tolist()]
-        refs: dict[int, int] = {}
-        for node in self.tree.nodes():
-            states.append(node.pages.tolist())
-        for holding in self._holdings:
-            states.append(holding.page_ids[holding.num_shared_pages :].tolist())
-        states.extend(pages.tolist() for _, pages in self._in_transit)
-        everywhere = sorted(page for pages in states for page in pages)
-        assert everywhere == list(range(1, self.num_pages)), (
-            f"{len(everywhere)} pages in all states, {self.num_pages - 1} in the pool; "
-            f"lost {sorted(set(range(1, self.num_pages)) - set(everywhere))}, "
-            f"twice {sorted({p for p in everywhere if everywhere.count(p) > 1})}"
+        states = [self.allocator.free_pages, *(pages for _, pages in self._in_transit)]
+        states += [node.pages for node in self.tree.nodes()]
+        states += [holding.page_ids[holding.num_shared_pages :] for holding in self._holdings]
+        count = np.bincount(np.concatenate(states), minlength=self.num_pages)
+        assert len(count) == self.num_pages and count[0] == 0 and (count[1:] == 1).all(), (
+            f"pages in no state: {np.flatnonzero(count[1:] == 0) + 1}, in more than one: {np.flatnonzero(count > 1)}"
         )
+        refs: dict[int, int] = {}
         for locked in [*(h.node for h in self._holdings), *self._copy_sources]:
             at: Node | None = locked
             while at is not None:

@@ -139,7 +139,7 @@ class RadixTree:
         """Put a page that is not full below ``node``. False, and the page still the caller's, if one that begins so is
         there already."""
         _, num_alike = self._most_alike(node, token_ids)
-        if num_alike == len(token_ids):
+        if num_alike == len(token_ids) or token_ids.tobytes() in node.children:  # the first looks at few siblings only
             return False
         tail = self._add(node, token_ids.copy(), np.array([page_id], np.int32))
         self._clock += 1

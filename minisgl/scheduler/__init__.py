@@ -4,15 +4,8 @@ Chapter 2 tells this room's story. `Scheduler` is the only writer of requests; p
 and numpy, no torch: the scheduler decides, the engine acts.
 """
 
-from minisgl.scheduler.plan import (
-    AdmittedRow,
-    FinishedRequest,
-    LogprobColumns,
-    RowView,
-    SchedulerOutput,
-    StepOutput,
-    StepResult,
-)
+from minisgl.request import FinishedRequest, LogprobColumns, StepOutput
+from minisgl.scheduler.plan import AdmittedRow, PromptLogprobs, RowView, SchedulerOutput, StepResult
 from minisgl.scheduler.rows import Rows
 from minisgl.scheduler.scheduler import Scheduler
 
@@ -20,6 +13,7 @@ __all__ = [
     "AdmittedRow",
     "FinishedRequest",
     "LogprobColumns",
+    "PromptLogprobs",
     "RowView",
     "Rows",
     "Scheduler",

@@ -9,13 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
-from minisgl.request import FinishReason, SamplingParams, Timings, Usage
+from minisgl.request import LogprobColumns, SamplingParams
 from minisgl.utils import BoolArray, Int32Array
-
-Float32Array = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,6 +28,18 @@ class AdmittedRow:
     prompt_token_ids: Int32Array
     output_token_ids: Int32Array
     num_computed: int
+
+
+class PromptLogprobs(NamedTuple):
+    """A request of a plan that wants the log-probabilities of its prompt.
+
+    ``place``: in R; ``next_token_ids`` int32: the prompt's tokens that follow those of the step, for the last chunk one
+    fewer than that has; ``num_top``: how many alternatives.
+    """
+
+    place: int
+    next_token_ids: Int32Array
+    num_top: int
 
 
 class RowView(NamedTuple):
@@ -66,7 +73,7 @@ class SchedulerOutput:
             cache's pages.
         page_copies: ``[C, 2]`` int32, source and destination of pages to copy before the forward pass.
         admitted: requests that got their row in this step.
-        prompt_logprobs: indices in R of requests that want logits of every token.
+        prompt_logprobs: requests that want the log-probabilities of their prompt.
         preempted: ids of requests that lost their row before this step.
     """
 
@@ -82,7 +89,7 @@ class SchedulerOutput:
     page_ids: Int32Array
     page_copies: Int32Array
     admitted: tuple[AdmittedRow, ...] = ()
-    prompt_logprobs: tuple[int, ...] = ()
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     preempted: tuple[str, ...] = ()
 
     @property
@@ -112,23 +119,6 @@ class SchedulerOutput:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LogprobColumns:
-    """Log-probabilities of M tokens with their K most likely alternatives.
-
-    Args:
-        logprobs: ``[M]`` float32 of the tokens themselves.
-        ranks: ``[M]`` int32, 1 for the most likely one.
-        top_ids: ``[M, K]`` int32.
-        top_logprobs: ``[M, K]`` float32, falling.
-    """
-
-    logprobs: Float32Array
-    ranks: Int32Array
-    top_ids: Int32Array
-    top_logprobs: Float32Array
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
     """What the device answers to a plan: one entry for each request that samples, in the plan's order.
 
@@ -136,43 +126,10 @@ class StepResult:
         token_ids: ``[S]`` int32.
         finite: ``[S]`` bool, False where the logits held NaN or were all excluded: that request ends.
         logprobs: of the sampled tokens, ``[S]``, if any request of the step asked.
-        prompt_logprobs: index in R -> columns, one entry for each of the request's tokens of this step: the
-            log-probability of the *next* prompt token at that position (the last one of the prompt has none).
+        prompt_logprobs: place in R -> columns, an entry for each of the plan's ``next_token_ids``.
     """
 
     token_ids: Int32Array
     finite: BoolArray
     logprobs: LogprobColumns | None = None
     prompt_logprobs: dict[int, LogprobColumns] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedRequest:
-    """The end of one request, told exactly once."""
-
-    request_id: str
-    reason: FinishReason
-    stop_reason: str | int | None
-    usage: Usage
-    timings: Timings
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StepOutput:
-    """What a step brought to its requests.
-
-    Args:
-        step_id: the step, 0 for an end that belongs to no step (an abort).
-        request_ids: requests that got a token, and
-        token_ids: ``[len(request_ids)]`` int32, that token. An EOS or stop token is not among them.
-        indices: ``[len(request_ids)]`` int32, where ``result.logprobs`` holds its entry.
-        finished: requests that ended.
-        result: the step's result, for the log-probabilities.
-    """
-
-    step_id: int
-    request_ids: tuple[str, ...]
-    token_ids: Int32Array
-    indices: Int32Array
-    finished: tuple[FinishedRequest, ...]
-    result: StepResult | None = None

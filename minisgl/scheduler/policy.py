@@ -22,13 +22,6 @@ STAGES: dict[Order, tuple[tuple[Kind, ...], ...]] = {
 }
 
 
-def share_budget(wanted: Int32Array, budget: int) -> Int32Array:
-    """First come, first served: ``[R]`` int32, how much of ``wanted`` each gets from ``budget`` tokens."""
-    before = np.cumsum(wanted) - wanted
-    shares: Int32Array = np.clip(budget - before, 0, wanted).astype(np.int32)
-    return shares
-
-
 def choose_victim(candidates: Sequence[Request]) -> Request:
     """Who is preempted when pages run out: the youngest of the lowest priority."""
     return min(candidates, key=lambda r: (r.sampling_params.priority, -r.arrival))

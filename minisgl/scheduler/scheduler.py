@@ -11,14 +11,24 @@ import random
 import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable
+from itertools import islice
 
 import numpy as np
 
 from minisgl.config import SchedulerConfig
 from minisgl.kv_cache import KVCacheManager
-from minisgl.request import FinishReason, Request, RequestStatus, SamplingParams, Timings, Usage
+from minisgl.request import (
+    FinishedRequest,
+    FinishReason,
+    Request,
+    RequestStatus,
+    SamplingParams,
+    StepOutput,
+    Timings,
+    Usage,
+)
 from minisgl.scheduler import policy
-from minisgl.scheduler.plan import AdmittedRow, FinishedRequest, SchedulerOutput, StepOutput, StepResult
+from minisgl.scheduler.plan import AdmittedRow, PromptLogprobs, SchedulerOutput, StepResult
 from minisgl.scheduler.rows import Rows
 from minisgl.utils import Int32Array, ceil_div
 
@@ -144,15 +154,17 @@ class Scheduler:
     def _schedule_decodes(self, draft: _Draft) -> None:
         """One token for each request whose last token lies on the device."""
         c, rows = self.rows, self._rows_of_running()
-        rows = rows[c.on_device[rows] & (c.num_tokens[rows] < c.limit[rows])][: draft.budget]
-        need = rows[c.num_computed[rows] >= c.num_pages[rows] * self.config.page_size]
+        rows = rows[c.on_device[rows] & (c.num_tokens[rows] < c.limit[rows])]
+        first = rows[: draft.budget]
+        need = first[c.num_computed[first] >= c.num_pages[first] * self.config.page_size]
         if len(need) <= self.kv.num_available_pages:
             for row in need.tolist():
                 self._grow(row, int(c.num_tokens[row]))
+            rows = first
         else:
-            # Not all can grow. The oldest first, so that somebody always does.
-            able = [r for r in rows.tolist() if self._is_running(r) and self._make_room(r, int(c.num_tokens[r]))]
-            rows = np.array(able, np.int32)
+            # Not all can grow. The oldest first; who cannot leaves the budget to the next, so that somebody always does.
+            able = (r for r in rows.tolist() if self._is_running(r) and self._make_room(r, int(c.num_tokens[r])))
+            rows = np.array(list(islice(able, draft.budget)), np.int32)
         draft.add(rows, np.ones(len(rows), np.int32))
         draft.drop_unless(self._is_running)
 
@@ -164,7 +176,8 @@ class Scheduler:
             return
         remaining = c.num_tokens[rows] - c.num_computed[rows]
         wanted = np.minimum(remaining, self.config.chunk_size or remaining.max())
-        for row, n in zip(rows.tolist(), policy.share_budget(wanted, draft.budget).tolist(), strict=True):
+        for row, n in zip(rows.tolist(), wanted.tolist(), strict=True):
+            n = min(n, draft.budget)
             if n and self._is_running(row) and self._make_room(row, int(c.num_computed[row]) + n):
                 draft.add(np.array([row], np.int32), np.array([n], np.int32))
         draft.drop_unless(self._is_running)
@@ -218,9 +231,11 @@ class Scheduler:
         tokens, prompt_logprobs = [_EMPTY], []
         for i in np.flatnonzero(~c.on_device[rows]).tolist():
             request, start = c.request(rows[i]), int(starts[i])
-            tokens.append(request.token_ids[start : start + int(num_tokens[i])])
-            if request.sampling_params.prompt_logprobs is not None and start < request.num_prompt_tokens:
-                prompt_logprobs.append(i)
+            end = start + int(num_tokens[i])
+            tokens.append(request.token_ids[start:end])
+            num_top = request.sampling_params.prompt_logprobs
+            if num_top is not None and start + 1 < request.num_prompt_tokens:
+                prompt_logprobs.append(PromptLogprobs(i, request.prompt_token_ids[start + 1 : end + 1], num_top))
         page_starts = c.first_unsent_page[rows]
         page_offsets = np.zeros(len(rows) + 1, np.int32)
         np.cumsum(c.num_pages[rows] - page_starts, out=page_offsets[1:])
@@ -270,10 +285,11 @@ class Scheduler:
         assert plan.step_id == self._steps_done + 1, (plan.step_id, self._steps_done)
         self._steps_done = plan.step_id
         c, now = self.rows, self._clock()
-        for i in np.flatnonzero(np.diff(plan.token_offsets)).tolist():
-            row = int(plan.rows[i])
-            if self._is_running(row):
-                self._share(row, int(plan.starts[i] + plan.num_tokens[i]))
+        prompt_logprobs = [
+            (c.request(plan.rows[i]).request_id, int(plan.starts[i]), columns)
+            for i, columns in (result.prompt_logprobs or {}).items()
+            if not c.request(plan.rows[i]).is_finished
+        ]
         request_ids, token_ids, indices, finished = [], [], [], []
         sampled = plan.rows[plan.samples].tolist()
         for j, (row, token, finite) in enumerate(
@@ -285,6 +301,7 @@ class Scheduler:
             if request.first_token_time_s is None:
                 request.first_token_time_s = now
             if not finite:
+                c.num_computed[row] = 0  # what it computed is not fit to be shared
                 finished.append(self._finish(request, "abort", "the logits are not finite", now))
                 continue
             if token in request.end_token_ids:
@@ -297,14 +314,19 @@ class Scheduler:
             indices.append(j)
             if request.num_output_tokens == request.max_tokens:
                 finished.append(self._finish(request, "length", None, now))
+        for i in np.flatnonzero(np.diff(plan.token_offsets)).tolist():
+            row = int(plan.rows[i])
+            if self._is_running(row):
+                self._share(row, int(plan.starts[i] + plan.num_tokens[i]))
         self._retire()
         return StepOutput(
             step_id=plan.step_id,
+            time_s=now,
             request_ids=tuple(request_ids),
             token_ids=np.array(token_ids, np.int32),
-            indices=np.array(indices, np.int32),
             finished=tuple(finished),
-            result=result,
+            logprobs=result.logprobs.take(np.array(indices, np.int32)) if result.logprobs else None,
+            prompt_logprobs=tuple(prompt_logprobs),
         )
 
     def _share(self, row: int, num_computed: int) -> None:
@@ -390,10 +412,9 @@ class Scheduler:
         return True
 
     def _num_coming_pages(self) -> int:
-        """Private pages of requests that are leaving."""
-        holdings = (self.rows.holdings[r.row] for r in self.retiring if r.row is not None)
-        coming = sum(h.num_pages - h.num_shared_pages for h in holdings if h is not None)
-        return coming + self.kv.num_in_transit_pages
+        """Pages that will be available once the launched steps are done: of requests that are leaving."""
+        leaving = [self.rows.holding(r.row) for r in self.retiring if r.row is not None]
+        return self.kv.num_pages_held_by(leaving) + self.kv.num_in_transit_pages
 
     # ------------------------------------------------------------------------------------------------ looking
 

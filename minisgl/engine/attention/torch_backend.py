@@ -27,16 +27,16 @@ def attend(q_QHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, *, scale: float) -> Tens
         scale: factor of the scores.
 
     Returns:
-        ``[Q, num_heads, head_dim]``. The softmax is taken in float32.
+        ``[Q, num_heads, head_dim]``, computed in float32 and rounded to the dtype of ``q_QHD`` at the end.
     """
     (num_q, num_heads, _), (num_k, num_kv_heads, _) = q_QHD.shape, k_KGD.shape
-    k_KHD = k_KGD.repeat_interleave(num_heads // num_kv_heads, dim=1)
-    v_KHD = v_KGD.repeat_interleave(num_heads // num_kv_heads, dim=1)
-    scores_HQK = torch.einsum("qhd,khd->hqk", q_QHD, k_KHD).float() * scale
+    k_KHD = k_KGD.float().repeat_interleave(num_heads // num_kv_heads, dim=1)
+    v_KHD = v_KGD.float().repeat_interleave(num_heads // num_kv_heads, dim=1)
+    scores_HQK = torch.einsum("qhd,khd->hqk", q_QHD.float(), k_KHD) * scale
     # Query i is token K - Q + i of its request: it sees itself and what came before.
     sees_QK = torch.ones(num_q, num_k, dtype=torch.bool, device=q_QHD.device).tril(num_k - num_q)
-    weights_HQK = scores_HQK.masked_fill(~sees_QK, float("-inf")).softmax(dim=-1).to(v_KHD.dtype)
-    return torch.einsum("hqk,khd->qhd", weights_HQK, v_KHD)
+    weights_HQK = scores_HQK.masked_fill(~sees_QK, float("-inf")).softmax(dim=-1)
+    return torch.einsum("hqk,khd->qhd", weights_HQK, v_KHD).to(q_QHD.dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,0 +1,198 @@
+"""The ``minisgl`` command. Its options are the fields of the configuration classes, its help their docstrings.
+
+Exit code 2 with one line for bad usage, 1 with one line for a failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import sys
+import types
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+
+from minisgl import __version__
+from minisgl.config import EngineConfig
+from minisgl.request import RequestOutput, SamplingParams
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; ``argv`` without the program's name, by default that of the process. Returns the exit code."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    try:
+        return int(args.run(args))
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"minisgl: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="minisgl", description="Serve large language models, and read how.")
+    parser.add_argument("--version", action="version", version=f"minisgl {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    generate = _command(commands, "generate", _generate, "answer prompts and print the answers")
+    generate.add_argument("--prompt", action="append", required=True, metavar="TEXT", help="a prompt; may be repeated")
+    generate.add_argument("--chat", action="store_true", help="put each prompt through the model's chat template")
+    generate.add_argument("--json", action="store_true", help="print one JSON object a prompt, a line each")
+    _add_fields(generate, SamplingParams)
+    _add_fields(generate, EngineConfig)
+
+    chat = _command(commands, "chat", _chat, "talk to a model in the terminal")
+    _add_fields(chat, SamplingParams, skip=("n", "logprobs", "prompt_logprobs"))
+    _add_fields(chat, EngineConfig)
+
+    book = _command(commands, "book", _book, "build the book, run its notebooks, and serve it on this machine")
+    book.add_argument("--check", action="store_true", help="do all but serve")
+    book.add_argument("--port", type=int, default=0, help="port on 127.0.0.1; 0 takes a free one")
+    return parser
+
+
+# -------------------------------------------------------------------------------------------------------- commands
+
+
+def _generate(args: argparse.Namespace) -> int:
+    config, params = _from_args(EngineConfig, args), _from_args(SamplingParams, args)
+    with _open(config) as llm:
+        if args.chat:
+            conversations = [[{"role": "user", "content": prompt}] for prompt in args.prompt]
+            outputs = llm.chat(conversations, params)
+        else:
+            outputs = llm.generate(args.prompt, params)
+    for output in outputs:
+        if args.json:
+            print(json.dumps(_as_json(output), ensure_ascii=False))
+        else:
+            print("\n".join(completion.text for completion in output.outputs))
+    return 0
+
+
+def _chat(args: argparse.Namespace) -> int:
+    config, params = _from_args(EngineConfig, args), _from_args(SamplingParams, args)
+    messages: list[dict[str, str]] = []
+    with _open(config) as llm:
+        print("An empty line or Ctrl-D ends the conversation, Ctrl-C an answer.", file=sys.stderr)
+        while True:
+            try:
+                text = input("> ")
+            except EOFError:
+                return 0
+            if not text.strip():
+                return 0
+            messages.append({"role": "user", "content": text})
+            messages.append({"role": "assistant", "content": _print_answer(llm, messages, params)})
+
+
+def _print_answer(llm: Any, messages: list[dict[str, str]], params: SamplingParams) -> str:
+    """Stream the answer to the terminal; returns it. Ctrl-C cuts it short."""
+    shown = ""
+    stream = llm.stream(llm.tokenizer.encode_chat(messages), params)
+    try:
+        for output in stream:
+            print(output.text[len(shown) :], end="", flush=True)
+            shown = output.text
+    except KeyboardInterrupt:
+        pass
+    finally:
+        stream.close()
+    print()
+    return shown
+
+
+def _book(args: argparse.Namespace) -> int:
+    from minisgl.book import book  # only this command needs it
+
+    return book(check=args.check, port=args.port)
+
+
+def _open(config: EngineConfig) -> Any:
+    from minisgl.llm import LLM  # torch takes seconds to import; `--help` does not wait for it
+
+    return LLM(**{f.name: getattr(config, f.name) for f in dataclasses.fields(config)})
+
+
+def _as_json(output: RequestOutput) -> dict[str, Any]:
+    first = {"text": output.text, "token_ids": output.token_ids, "finish_reason": output.finish_reason}
+    return {**first, **dataclasses.asdict(output)}
+
+
+# -------------------------------------------------------------------------------------------------------- options
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def _command(
+    commands: Any, name: str, run: Callable[[argparse.Namespace], int], description: str
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=description, description=description[0].upper() + description[1:] + ".", allow_abbrev=False
+    )
+    parser.set_defaults(run=run, parser=parser)
+    return parser
+
+
+def _add_fields(parser: argparse.ArgumentParser, config: type, *, skip: Collection[str] = ()) -> None:
+    """An option for each field of a dataclass: type and choices from its annotation, help from its docstring."""
+    group = parser.add_argument_group("sampling" if config is SamplingParams else "engine")
+    hints, help_of = get_type_hints(config), _field_help(config)
+    # `logit_bias` has no short form; `seed` is a field of both, and an option of the request's.
+    skip = {*skip, "logit_bias"} if config is SamplingParams else {*skip, "seed"}
+    for field in dataclasses.fields(config):
+        if field.name in skip:
+            continue
+        flag = "--" + field.name.replace("_", "-")
+        text = help_of[field.name].replace("%", "%%").replace("None: ", "if not given: ")
+        if field.default not in (None, (), ""):
+            text += f" (default: {field.default})"
+        kind, many = _kind(hints[field.name])
+        options: dict[str, Any] = {"dest": f"{config.__name__}.{field.name}", "default": None, "help": text}
+        if kind is bool:
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
+        elif get_origin(kind) is Literal:
+            group.add_argument(flag, choices=get_args(kind), **options)
+        else:
+            action = "append" if many else "store"
+            group.add_argument(flag, type=kind, action=action, metavar=kind.__name__.upper(), **options)
+
+
+def _kind(hint: Any) -> tuple[Any, bool]:
+    """What one value of an annotation is parsed as, and whether the option may be repeated."""
+    if get_origin(hint) in (Union, types.UnionType):
+        alternatives = [a for a in get_args(hint) if a is not type(None)]
+        several = [a for a in alternatives if _is_sequence(a)]
+        hint = (several or alternatives)[0]
+    if _is_sequence(hint):
+        return get_args(hint)[0], True
+    return hint, False
+
+
+def _is_sequence(hint: Any) -> bool:
+    origin = get_origin(hint)
+    return isinstance(origin, type) and issubclass(origin, Iterable)
+
+
+def _field_help(config: type) -> dict[str, str]:
+    """The ``Args`` section of a docstring: field -> text."""
+    section = re.search(r"Args:\n(.*?)(?:\n\s*\n|\Z)", config.__doc__ or "", re.S)
+    found = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", section.group(1) if section else "", re.M)
+    return {name: " ".join(text.split()) for name, text in found}
+
+
+def _from_args(config: type, args: argparse.Namespace) -> Any:
+    """The dataclass from its options; bad values end the program with code 2."""
+    prefix = config.__name__ + "."
+    given = {k.removeprefix(prefix): v for k, v in vars(args).items() if k.startswith(prefix) and v is not None}
+    try:
+        return config(**given)
+    except ValueError as error:
+        args.parser.error(str(error))

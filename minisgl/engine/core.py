@@ -1,0 +1,161 @@
+"""`EngineCore`: the loop that everything else is for. `LLM` holds one, and so does a server's engine process.
+
+Two loops stand side by side, so that the difference is the lesson: the plain one waits for each step's tokens before it
+plans the next step; the overlapped one plans and launches step k+1 before it reads step k.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from minisgl.engine.pending import PendingStep
+from minisgl.engine.runner import ModelRunner
+from minisgl.kv_cache import KVCacheManager
+from minisgl.request import FinishedRequest, FinishReason, Request, SamplingParams, StepOutput
+from minisgl.scheduler import Scheduler, SchedulerOutput
+from minisgl.trace import StepRecord, Trace
+from minisgl.utils import Int32Array
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Launched:
+    plan: SchedulerOutput
+    pending: PendingStep
+    launched_s: float
+
+
+class EngineCore:
+    """Scheduler and runner, and the loop that joins them. Not thread-safe: one caller at a time.
+
+    Args:
+        scheduler: decides.
+        runner: acts.
+        overlap: which of the two loops.
+        trace: where to keep records of the steps, or None.
+        strict: check all invariants after every step, and raise when one fails. Otherwise they are checked when the
+            engine runs out of work, and a failure is logged.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        *,
+        overlap: bool = True,
+        trace: Trace | None = None,
+        strict: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.overlap = overlap
+        self.trace = trace
+        self.strict = strict
+        self.failure: BaseException | None = None
+        self._clock = clock
+        self._in_flight: _Launched | None = None
+
+    @property
+    def kv(self) -> KVCacheManager:
+        """The owner of the pages."""
+        return self.scheduler.kv
+
+    def now(self) -> float:
+        """The engine's clock, in seconds: arrivals and results are stamped with it."""
+        return self._clock()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do."""
+        return self.scheduler.has_work or self._in_flight is not None
+
+    def add(self, request_id: str, prompt_token_ids: Int32Array, sampling_params: SamplingParams) -> Request:
+        """Queue a request. Raises ``ValueError`` as `Scheduler.add` does."""
+        request = self.scheduler.add(request_id, prompt_token_ids, sampling_params)
+        if self.trace is not None:
+            self.trace.arrivals_s[request_id] = request.arrival_time_s
+        return request
+
+    def abort(
+        self, request_id: str, *, reason: FinishReason = "abort", stop_reason: str | None = None
+    ) -> FinishedRequest | None:
+        """End a request in whatever state it is; None if it has ended or never was."""
+        return self.scheduler.abort(request_id, reason=reason, stop_reason=stop_reason)
+
+    def step(self) -> StepOutput | None:
+        """One turn of the loop; None when it brought no result.
+
+        Raises:
+            RuntimeError: an earlier step failed, so that the state of the device is unknown.
+        """
+        if self.failure is not None:
+            raise RuntimeError(f"the engine has failed: {self.failure!r}") from self.failure
+        try:
+            output = self._step_overlapped() if self.overlap else self._step_plain()
+            assert output or self._in_flight or not self.has_work, "requests wait, and none of them can run"
+            if self.strict:
+                self.scheduler.check()
+        except BaseException as error:
+            self.failure = error
+            raise
+        if not self.strict and not self.has_work:
+            self._check_when_idle()
+        return output
+
+    def _step_plain(self) -> StepOutput | None:
+        plan = self.scheduler.schedule()
+        return None if plan is None else self._finish(self._launch(plan))
+
+    def _step_overlapped(self) -> StepOutput | None:
+        plan = self.scheduler.schedule()
+        launched = None if plan is None else self._launch(plan)
+        previous, self._in_flight = self._in_flight, launched
+        return None if previous is None else self._finish(previous)
+
+    def _launch(self, plan: SchedulerOutput) -> _Launched:
+        now = self._clock()
+        logits = self.runner.forward(plan)
+        return _Launched(plan, self.runner.sample(logits), now)
+
+    def _finish(self, launched: _Launched) -> StepOutput:
+        result = launched.pending.wait()
+        if self.trace is not None:
+            self._record(self.trace, launched)
+        output = self.scheduler.update(launched.plan, result)
+        if self.trace is not None:
+            self.trace.finished_s.update({f.request_id: output.time_s for f in output.finished})
+        return output
+
+    def _record(self, trace: Trace, launched: _Launched) -> None:
+        plan, rows = launched.plan, self.scheduler.rows
+        requests = [rows.request(row) for row in plan.rows]
+        for request in requests:
+            trace.cached_tokens.setdefault(request.request_id, request.num_cached_tokens or 0)
+        trace.steps.append(
+            StepRecord(
+                step_id=plan.step_id,
+                launched_s=launched.launched_s,
+                done_s=self._clock(),
+                request_ids=tuple(r.request_id for r in requests),
+                num_tokens=plan.num_tokens,
+                starts=plan.starts,
+                num_prompt_tokens=np.array([r.num_prompt_tokens for r in requests], np.int32),
+                samples=plan.samples,
+                num_free_pages=self.kv.allocator.num_free,
+                num_cached_pages=self.kv.tree.num_pages,
+            )
+        )
+
+    def _check_when_idle(self) -> None:
+        try:
+            self.scheduler.check()
+        except AssertionError:
+            logger.exception("the integrity check failed; the engine goes on")

@@ -1,0 +1,187 @@
+"""From an `EngineConfig` to a running engine: one of the places that name concrete classes.
+
+Chapter 1 tells this module's story: where the model lies, which device and dtype, how many pages, and the wiring.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from minisgl.config import EngineConfig, ModelConfig, SchedulerConfig
+from minisgl.engine.attention import load_attention
+from minisgl.engine.core import EngineCore
+from minisgl.engine.kv_storage import KVStorage
+from minisgl.engine.request_table import RequestTable
+from minisgl.engine.runner import ModelRunner
+from minisgl.engine.sampler import Sampler
+from minisgl.model import load_model
+from minisgl.model.decoder import CausalLM
+from minisgl.scheduler import Scheduler
+from minisgl.server import Tokenizer, load_tokenizer
+from minisgl.trace import Trace
+from minisgl.utils import ceil_div
+
+TINY = Path(__file__).parent / "tiny"
+# Without a device's own memory to fill, the pool takes this share of the machine's.
+CPU_POOL_SHARE = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEngine:
+    """An engine and what belongs to it."""
+
+    core: EngineCore
+    tokenizer: Tokenizer
+    model_config: ModelConfig
+    scheduler_config: SchedulerConfig
+
+
+def load_engine(config: EngineConfig, *, progress: bool = False) -> LoadedEngine:
+    """Load the model and wire up an engine.
+
+    Raises:
+        ValueError: for a model, device or option that cannot be had, in one line.
+    """
+    check_supported(config)
+    device = find_device(config.device)
+    folder = find_model(config.model)
+    model_config = ModelConfig.from_folder(folder)
+    tokenizer = load_tokenizer(folder)
+    dtype = find_dtype(config, model_config, device)
+    attention = load_attention(config.attention, device=device)
+    model = load_model(
+        model_config,
+        folder,
+        device=device,
+        dtype=dtype,
+        load_format=config.load_format,
+        max_model_len=config.max_model_len,
+        progress=progress,
+    )
+    sizes = size_pool(config, model, device, dtype)
+    scheduler = Scheduler(sizes, eos_token_ids=tokenizer.eos_token_ids, seed=config.seed)
+    runner = ModelRunner(
+        model=model,
+        attention=attention,
+        kv=KVStorage(
+            model.kv_shape(sizes.num_pages, sizes.page_size),
+            num_layers=model_config.num_layers,
+            dtype=dtype,
+            device=device,
+        ),
+        table=RequestTable(
+            max_running=sizes.max_running, table_width=sizes.table_width, page_size=sizes.page_size, device=device
+        ),
+        sampler=Sampler(max_running=sizes.max_running, vocab_size=model_config.vocab_size, device=device),
+    )
+    trace = Trace() if config.trace else None
+    core = EngineCore(scheduler, runner, overlap=config.overlap, trace=trace, strict=config.strict)
+    return LoadedEngine(core, tokenizer, model_config, sizes)
+
+
+def check_supported(config: EngineConfig) -> None:
+    """Raise ``ValueError`` for an option that this version does not carry out, rather than ignore it."""
+    if config.tp != 1:
+        raise ValueError(f"tp {config.tp} is not supported yet; supported is 1")
+    if config.cuda_graph_max_bs:
+        raise ValueError("CUDA graphs are not supported yet; cuda_graph_max_bs must be 0 or not given")
+    if config.record is not None:
+        raise ValueError("record is not supported yet")
+
+
+def find_device(name: str) -> torch.device:
+    """The device called ``name``; "auto" is CUDA if there is one. Raises ``ValueError`` if it cannot be had."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {name!r}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device {name!r} is not there: this machine has {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+def find_dtype(config: EngineConfig, model_config: ModelConfig, device: torch.device) -> torch.dtype:
+    """The dtype of weights and KV; "auto": the checkpoint's on CUDA, float32 on a CPU."""
+    name = config.dtype
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else model_config.dtype  # type: ignore[assignment]
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}.get(name)
+    if dtype is None:
+        raise ValueError(f"the checkpoint's dtype {name!r} is not supported; choose dtype float32, bfloat16 or float16")
+    return dtype
+
+
+def find_model(name: str) -> Path:
+    """The folder of a model: the bundled one for "tiny", a folder, or a download from the hub.
+
+    Raises:
+        ValueError: it is neither a folder nor on the hub, or the hub cannot be reached.
+    """
+    if name == "tiny":
+        return TINY
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download  # heavy, and only needed here
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))
+    except Exception as error:  # the hub's client raises all kinds of errors for names and networks
+        reason = (str(error) or type(error).__name__).strip().splitlines()[0]
+        raise ValueError(f"model {name!r} is neither a folder nor to be had from the hub: {reason}") from error
+
+
+def size_pool(config: EngineConfig, model: CausalLM, device: torch.device, dtype: torch.dtype) -> SchedulerConfig:
+    """Decide page size, number of pages and longest request: what is asked for, else what memory allows.
+
+    Raises:
+        ValueError: nothing fits, or the asked-for length does not fit into the pool.
+    """
+    shape = model.config
+    page_size = config.page_size or (64 if device.type == "cuda" else 16)
+    context = config.max_model_len or shape.max_position_embeddings
+    if context > shape.max_position_embeddings:
+        raise ValueError(
+            f"max_model_len {context} is beyond the model's context of {shape.max_position_embeddings} tokens"
+        )
+    token_bytes = shape.kv_bytes_per_token(dtype.itemsize)
+    num_pages = config.num_pages
+    if num_pages is None:
+        num_bytes = _pool_bytes(config, model, device, dtype)
+        most_useful = config.max_running * ceil_div(context, page_size) + 1
+        num_pages = min(int(num_bytes // (token_bytes * page_size)), most_useful)
+        if num_pages < 2:
+            raise ValueError(f"no memory for KV: {num_bytes / 2**30:.2f} GiB are left, a page takes "
+                             f"{token_bytes * page_size / 2**20:.2f} MiB")  # fmt: skip
+    pool = (num_pages - 1) * page_size
+    return SchedulerConfig(
+        page_size=page_size,
+        num_pages=num_pages,
+        max_model_len=context if config.max_model_len is not None else min(context, pool),
+        max_running=config.max_running,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        chunk_size=config.chunk_size,
+        order=config.order,
+        waiting=config.waiting,
+        admission=config.admission,
+        prefix_cache=config.prefix_cache,
+    )
+
+
+def _pool_bytes(config: EngineConfig, model: CausalLM, device: torch.device, dtype: torch.dtype) -> float:
+    """Bytes for KV: on CUDA what weights and the largest step leave of the allowed share, elsewhere a share of RAM."""
+    if device.type != "cuda":
+        return CPU_POOL_SHARE * config.memory_fraction * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    free, total = torch.cuda.mem_get_info(device)
+    shape, tokens = model.config, config.max_num_batched_tokens
+    # An estimate of the largest step: a few copies of the widest activations, and float32 logits of every row.
+    width = 8 * shape.hidden_size + 4 * shape.intermediate_size
+    step = tokens * width * dtype.itemsize + 4 * config.max_running * shape.vocab_size * 4
+    return total * config.memory_fraction - (total - free) - step
