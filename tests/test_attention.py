@@ -92,10 +92,11 @@ def test_half_precision_keeps_its_dtype(dtype: torch.dtype) -> None:
     batch, kv = make_step("mixed", 2, 16, dtype)
     q = randn(batch.num_tokens, 4, 16, seed=9, dtype=dtype)
     right = forward(TorchAttention(grouped=False), q.float(), kv.float(), batch)
-    for grouped in (False, True):
+    # One after the other rounds only the result; a fused kernel may round the weights as well.
+    for grouped, tolerance in ((False, torch.finfo(dtype).eps / 2), (True, 0.03)):
         got = forward(TorchAttention(grouped=grouped), q, kv, batch)
         assert got.dtype == dtype
-        torch.testing.assert_close(got.float(), right, atol=0.03, rtol=0.03)
+        torch.testing.assert_close(got.float(), right, atol=tolerance, rtol=tolerance)
 
 
 def test_a_broken_request_stays_alone() -> None:

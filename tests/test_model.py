@@ -226,7 +226,7 @@ ROTARY: dict[str, dict[str, object]] = {
     "default": dict(),
     "linear": dict(factor=3.0),
     "dynamic": dict(factor=2.0),
-    "llama3": dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=256),
+    "llama3": dict(factor=8.0, low_freq_factor=1.5, high_freq_factor=4.0, original_max_position_embeddings=256),
     "yarn": YARN,
     "yarn-attention_factor": dict(YARN, attention_factor=0.7),
     "yarn-mscale": dict(YARN, mscale=0.707, mscale_all_dim=1.0),
@@ -357,6 +357,15 @@ def test_M08_files_that_do_not_fit_are_named(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(ValueError, match=r"pytorch_model\.bin.*safetensors"):
         load(tmp_path)
+
+
+def test_progress_is_shown_if_asked(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    save_tiny(tmp_path)
+    capfd.readouterr()
+    load(tmp_path)
+    assert capfd.readouterr() == ("", "")
+    load(tmp_path, progress=True)
+    assert "loading weights" in capfd.readouterr().err
 
 
 def test_dummy_weights_have_true_shapes_and_a_seed(tmp_path: Path) -> None:

@@ -60,8 +60,7 @@ def load_model(
     if load_format == "dummy":
         fill_with_dummies(model, device=device, dtype=dtype, seed=model.parallel.rank)
     else:
-        harmless = ("lm_head.weight",) if config.tie_word_embeddings else ()
-        load_weights(model, folder, device=device, dtype=dtype, harmless=harmless, progress=progress)
+        load_weights(model, folder, device=device, dtype=dtype, progress=progress)
     return model.eval()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,9 @@ from minisgl.model.parallel import Shard
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _FLOATS = ("F64", "F32", "F16", "BF16")
-# Tables that older checkpoints carry and that follow from the configuration.
-_DERIVED = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")
+# What a checkpoint may have although the model has no place for it: tables that follow from the configuration, and the
+# head of a model whose head is its embedding.
+_HARMLESS = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached", "lm_head.weight")
 
 
 def load_weights(
@@ -32,13 +33,11 @@ def load_weights(
     *,
     device: torch.device | str,
     dtype: torch.dtype,
-    harmless: Collection[str] = (),
     progress: bool = False,
 ) -> None:
     """Fill the parameters of ``model``, which lies on the meta device, from the checkpoint in ``folder``.
 
     Args:
-        harmless: names that the checkpoint may have although the model does not use them.
         progress: show a bar.
 
     Raises:
@@ -50,7 +49,7 @@ def load_weights(
     with ExitStack() as stack:
         files = [stack.enter_context(_open(path)) for path in checkpoint_files(folder)]
         tensors = [(name, file) for file in files for name in file.keys()]  # noqa: SIM118 (not a dict)
-        _check_names(folder, wanted, [name for name, _ in tensors], harmless)
+        _check_names(folder, wanted, [name for name, _ in tensors])
         for name, file in tqdm(tensors, desc="loading weights", unit="tensor", disable=not progress):
             if name not in wanted:
                 continue
@@ -121,13 +120,11 @@ def _open(path: Path) -> Any:
         raise ValueError(f"cannot read {path}: {error}") from None
 
 
-def _check_names(folder: str | Path, wanted: Iterable[str], found: list[str], harmless: Collection[str]) -> None:
+def _check_names(folder: str | Path, wanted: Iterable[str], found: list[str]) -> None:
     counts, expected = Counter(found), set(wanted)
     problems = {
         "it lacks": expected - counts.keys(),
-        "it has the unexpected": {
-            name for name in counts.keys() - expected if name not in harmless and not name.endswith(_DERIVED)
-        },
+        "it has the unexpected": {name for name in counts.keys() - expected if not name.endswith(_HARMLESS)},
         "it has twice": {name for name, count in counts.items() if count > 1},
     }
     texts = [f"{problem} {_some(sorted(names))}" for problem, names in problems.items() if names]
