@@ -111,7 +111,9 @@ def build(root: Path) -> list[str]:
     print("building the book and running its notebooks, which takes a few minutes the first time", flush=True)
     stamp.unlink(missing_ok=True)
     python_path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {"PYTHONPATH": python_path, "JUPYTER_PREFER_ENV_PATH": "1"}
+    # The bundled model is too small to gain from threads, and loses much when the machine is busy.
+    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    environment = os.environ | {"PYTHONPATH": python_path, "JUPYTER_PREFER_ENV_PATH": "1"} | threads
     command = [sys.executable, "-c", "from jupyter_book.cli.main import main; main(prog_name='jupyter-book')"]
     command += ["build", str(root), "-n", "-W", "--keep-going", "-q"]
     if code := subprocess.run(command, cwd=root, env=environment).returncode:

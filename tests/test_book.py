@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import minisgl
 from minisgl import book
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -80,7 +81,7 @@ def test_command_line_flags_exist(where, line):
     cli = pytest.importorskip("minisgl.cli")
     command, *words = line.split()
     flags = {word.split("=")[0] for word in words if word.startswith("--")}
-    assert flags <= options(cli.parser())[command]
+    assert flags <= options(cli._parser())[command]
 
 
 def test_listings_are_taken_by_name():
@@ -128,15 +129,20 @@ def test_notebook_has_the_parts_of_a_chapter(path):
     code = "\n".join("".join(cell["source"]) for cell in cells(path) if cell["cell_type"] == "code")
     text = "\n".join("".join(cell["source"]) for cell in cells(path) if cell["cell_type"] == "markdown")
     assert first.startswith("# ") and first.count("\n# ") == 0
-    for part in ("## Goals", "Predict", "## Exercises", "## Takeaways", "{exercise}", "{solution"):
+    for part in ("## Goals", "Predict", "## Exercises", "## Takeaways", "{exercise", "{solution"):
         assert part in text, part
     assert re.search(r"^assert ", code, re.MULTILINE)
     assert str(path.stem) in (ROOT / "_toc.yml").read_text()
 
 
 def test_every_glossary_word_is_there_once():
-    words = re.findall(r"^([a-z][\w ]*)\n  ", (ROOT / "book/glossary.md").read_text(), re.MULTILINE)
-    assert words == sorted(set(words))
+    words = re.findall(r"^(\w[\w ]*)\n  ", (ROOT / "book/glossary.md").read_text(), re.MULTILINE)
+    assert words == sorted(set(words), key=str.lower)
+
+
+def test_api_page_lists_the_public_names():
+    listed = re.findall(r"^- \{py:class\}`~minisgl\.\w+\.(\w+)`", (ROOT / "book/api.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(minisgl.__all__)
 
 
 def test_cache_key_follows_code_data_and_results(tmp_path):

@@ -16,6 +16,8 @@ def on_config(app, config):
     root = Path(app.srcdir).resolve()
     sys.path.insert(0, str(root))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
+    # Progress bars look for a widget library that the book does without, and say so in the first cell.
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:IProgress not found")
     from minisgl import book
 
     if Path(book.__file__).resolve() != root / "minisgl" / "book.py":

@@ -8,6 +8,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from minisgl.figures.style import STATES, color
+
 
 @dataclass(frozen=True)
 class Drawing:
@@ -51,8 +53,6 @@ def from_matplotlib(figure: Any, alt: str) -> Drawing:
     """A matplotlib ``figure``, drawn under `matplotlib_style`, as a `Drawing`: black becomes the page's text colour
     and the states' colours become the site's variables. Closes the figure."""
     import matplotlib.pyplot as plt
-
-    from minisgl.figures.style import STATES, color
 
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", bbox_inches="tight", metadata={"Date": None})

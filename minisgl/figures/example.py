@@ -31,7 +31,7 @@ def _ask(question: str, *, system: str | None = None, story: bool = False) -> li
 
 REQUESTS: dict[str, list[dict[str, str]]] = {
     "short question": _ask("What is 7 + 5?"),
-    "long document": _ask("What was the fox called?", story=True),
+    "long document": _ask("Who was Otto?", story=True),
     "shared prompt, one": _ask("What is a page?", system=_SYSTEM),
     "shared prompt, two": _ask("What is decode?", system=_SYSTEM),
 }

@@ -96,7 +96,8 @@ def positions(trace: Trace, request_id: str) -> Drawing:
     if not mine:
         raise ValueError(f"the trace has no step of request {request_id!r}")
     ends = [int(step.starts[j] + step.num_tokens[j]) for step, j in mine]
-    left, top, unit = 64, 40, min((WIDTH - 64) / ends[-1], 22)
+    left, top = 72, 40
+    unit = min((WIDTH - left) / ends[-1], 22)
     parts = [_legend(["prefill", "decode"]), _text(WIDTH, 17, "position →", anchor="end")]
     for row, ((step, j), end) in enumerate(zip(mine, ends, strict=True)):
         y, start = top + row * 22, int(step.starts[j])
