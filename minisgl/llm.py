@@ -1,7 +1,7 @@
 """`LLM`: the library's front door. It owns an engine, a tokenizer, and the texts in the making.
 
 Chapter 1 tells this module's story. Whoever waits for an answer drives the engine: `generate`, `stream` and
-`async_generate` all take the same lock, find out whether their own answer has grown, and if not make one step for all.
+`async_generate` take turns, find out whether their own answer has grown, and if not make one step for all.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ import asyncio
 import itertools
 import signal
 import threading
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from minisgl.config import EngineConfig
+from minisgl.engine.core import EngineCore
 from minisgl.launch import load_engine
 from minisgl.request import RequestOutput, SamplingParams
 from minisgl.server import OutputAssembler
@@ -30,7 +32,7 @@ Message = Mapping[str, Any]
 
 @dataclass(slots=True, eq=False)
 class _Watch:
-    """Some prompts that one caller waits for."""
+    """Some prompts that one caller waits for; written in turns only."""
 
     num_unfinished: int
     has_grown: bool = False
@@ -44,7 +46,6 @@ class LLM:
         options: the other fields of `minisgl.config.EngineConfig`.
 
     Attributes:
-        engine: the `EngineCore`; its scheduler, KV manager and runner can be looked at.
         tokenizer: the model's `Tokenizer`.
         config: the model's `ModelConfig`.
         engine_config: what was asked for.
@@ -57,14 +58,21 @@ class LLM:
     def __init__(self, model: str = "tiny", **options: Any) -> None:
         self.engine_config = EngineConfig(model=str(model), **options)
         loaded = load_engine(self.engine_config)
-        self.engine = loaded.core
+        self._engine: EngineCore | None = loaded.core
         self.tokenizer = loaded.tokenizer
         self.config = loaded.model_config
         self._assembler = OutputAssembler(self.tokenizer)
-        self._watches: dict[str, _Watch] = {}  # by id of a prompt that has not ended
+        self._watches: dict[str, _Watch] = {}  # by id of a prompt that somebody waits for
+        self._cancelled: deque[str] = deque()  # ids of prompts that nobody waits for any more
         self._ids = itertools.count()
         self._lock = threading.Lock()
-        self._closed = False
+
+    @property
+    def engine(self) -> EngineCore:
+        """The engine; its scheduler, KV manager and runner can be looked at. Raises ``RuntimeError`` after `close`."""
+        if self._engine is None:
+            raise RuntimeError("this LLM is closed")
+        return self._engine
 
     # ------------------------------------------------------------------------------------------------ asking
 
@@ -80,7 +88,7 @@ class LLM:
         Args:
             prompts: a text, a list of token ids, or a list of either.
             params: for all, or one for each prompt; None: the defaults.
-            use_tqdm: show progress if it takes longer than a second or two.
+            use_tqdm: show progress on a terminal if it takes longer than two seconds.
 
         Returns:
             One output a prompt, in the order of the prompts.
@@ -117,9 +125,9 @@ class LLM:
         return self._stream(prompt, *self._check_one(prompt, params))
 
     def _stream(self, prompt: Prompt, ids: Int32Array, params: SamplingParams) -> Iterator[RequestOutput]:
-        watch = _Watch(num_unfinished=1)
-        request_id = self._submit(prompt, ids, params, watch)
+        request_id, watch = self._new_id(), _Watch(num_unfinished=1)
         try:
+            self._submit(request_id, prompt, ids, params, watch)
             while (output := self._next_output(request_id, watch)) is not None:
                 yield output
         finally:
@@ -132,9 +140,9 @@ class LLM:
     async def _async_stream(
         self, prompt: Prompt, ids: Int32Array, params: SamplingParams
     ) -> AsyncIterator[RequestOutput]:
-        watch = _Watch(num_unfinished=1)
-        request_id = self._submit(prompt, ids, params, watch)
+        request_id, watch = self._new_id(), _Watch(num_unfinished=1)
         try:
+            self._submit(request_id, prompt, ids, params, watch)
             while (output := await asyncio.to_thread(self._next_output, request_id, watch)) is not None:
                 yield output
         finally:
@@ -152,107 +160,118 @@ class LLM:
             raise ValueError(f"token id {highest} is outside the vocabulary 0..{self.config.vocab_size - 1}")
         params.check_vocabulary(self.config.vocab_size)
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RuntimeError("this LLM is closed")
-
     # ------------------------------------------------------------------------------------------------ working
 
     def _run(
         self, ids: list[Int32Array], prompts: Sequence[Any], params: list[SamplingParams], use_tqdm: bool
     ) -> list[RequestOutput]:
-        self._check_open()
         for prompt_token_ids, p in zip(ids, params, strict=True):
             self._check(prompt_token_ids, p)
-        watch = _Watch(num_unfinished=len(ids))
-        request_ids: list[str] = []
-        with tqdm(total=len(ids), desc="prompts", disable=not use_tqdm, delay=2) as bar:
+        request_ids, watch = [self._new_id() for _ in ids], _Watch(num_unfinished=len(ids))
+        # Shown on a terminal, and only when it takes a while.
+        with tqdm(total=len(ids), desc="prompts", disable=None if use_tqdm else True, delay=2) as bar:
             try:
-                for prompt, prompt_token_ids, p in zip(prompts, ids, params, strict=True):
-                    request_ids.append(self._submit(prompt, prompt_token_ids, p, watch))
+                for request_id, prompt, prompt_token_ids, p in zip(request_ids, prompts, ids, params, strict=True):
+                    self._submit(request_id, prompt, prompt_token_ids, p, watch)
                 while watch.num_unfinished:
-                    watch.has_grown = False
-                    self._advance(watch)
-                    bar.update(len(ids) - watch.num_unfinished - bar.n)
-                with self._lock:
-                    return [self._assembler.pop(request_id) for request_id in request_ids]
+                    with self._turn() as engine:
+                        if watch.num_unfinished:
+                            self._step(engine)
+                    num_ended = len(ids) - watch.num_unfinished - bar.n
+                    if num_ended:
+                        bar.update(num_ended)
+                with self._turn():
+                    return [self._assembler.output(request_id) for request_id in request_ids]
             finally:
                 self._cancel(request_ids)
 
     def _check_one(self, prompt: Prompt, params: SamplingParams | None) -> tuple[Int32Array, SamplingParams]:
-        self._check_open()
         ids, params = self._encode(prompt), _one_for_each(params, 1)[0]
         self._check(ids, params)
         return ids, params
 
-    def _submit(self, prompt: Any, prompt_token_ids: Int32Array, params: SamplingParams, watch: _Watch) -> str:
-        with self._lock:
-            request_id = str(next(self._ids))
-            children = self._assembler.add(
-                request_id,
-                prompt if isinstance(prompt, str) else None,
-                prompt_token_ids,
-                params,
-                arrival_s=self.engine.now(),
-            )
+    def _new_id(self) -> str:
+        return str(next(self._ids))
+
+    def _submit(
+        self, request_id: str, prompt: Any, prompt_token_ids: Int32Array, params: SamplingParams, watch: _Watch
+    ) -> None:
+        text = prompt if isinstance(prompt, str) else None
+        with self._turn() as engine:
             self._watches[request_id] = watch
+            children = self._assembler.add(request_id, text, prompt_token_ids, params, arrival_s=engine.now())
             for child_id, child_params in children:
-                self.engine.add(child_id, prompt_token_ids, child_params)
-        return request_id
+                engine.add(child_id, prompt_token_ids, child_params)
 
     def _next_output(self, request_id: str, watch: _Watch) -> RequestOutput | None:
-        """The prompt's output once it has grown; None if it had ended before."""
-        if watch.num_unfinished == 0 and not watch.has_grown:
-            return None
-        while not watch.has_grown:
-            self._advance(watch)
-        with self._lock:
-            watch.has_grown = False
-            return self._assembler.output(request_id)
+        """The prompt's output once it has grown; None if it had ended before, or nobody waits for it any more."""
+        while watch.has_grown or watch.num_unfinished:
+            with self._turn() as engine:
+                if watch.num_unfinished and not watch.has_grown:
+                    self._step(engine)
+                if watch.has_grown:  # by this step, or by somebody else's before
+                    watch.has_grown = False
+                    return self._assembler.output(request_id)
+        return None
 
-    def _advance(self, watch: _Watch) -> None:
-        """Make one step, unless somebody else's step has brought what ``watch`` waits for."""
-        with self._lock, _interrupts_deferred():
-            self._check_open()
-            if not watch.has_grown and watch.num_unfinished:
-                self._step()
-
-    def _step(self) -> None:
-        step = self.engine.step()
+    def _step(self, engine: EngineCore) -> None:
+        step = engine.step()
         if step is None:
             return
         changes = self._assembler.process(step)
-        ends = [self.engine.abort(child, reason="stop", stop_reason=stop) for child, stop in changes.stopped]
+        ends = [engine.abort(child, reason="stop", stop_reason=stop) for child, stop in changes.stopped]
         ended = self._assembler.end(end for end in ends if end is not None)
         for request_id in changes.grown:
-            if request_id in self._watches:
-                self._watches[request_id].has_grown = True
+            self._watches[request_id].has_grown = True
         for request_id in (*changes.finished, *ended.finished):
-            self._watches.pop(request_id).num_unfinished -= 1
+            self._watches[request_id].num_unfinished -= 1
 
     def _cancel(self, request_ids: Sequence[str]) -> None:
-        """Forget these prompts, ended or not, and when nobody waits any more let the engine finish what it launched."""
-        with self._lock, _interrupts_deferred():
-            if self._closed:
-                return
-            for request_id in request_ids:
-                self._watches.pop(request_id, None)
-                for child in self._assembler.forget(request_id):
-                    self.engine.abort(child)
-            while not self._watches and self.engine.has_work and self.engine.failure is None:
-                self.engine.step()
+        """Forget these prompts, ended or not. Never waits, since the garbage collector may close a stream while this
+        very thread is in its turn: whoever has the turn sees to it when it ends."""
+        with _interrupts_deferred():
+            self._cancelled.extend(request_ids)
+            self._forget_cancelled()
+
+    def _forget_cancelled(self) -> None:
+        while self._cancelled and self._lock.acquire(blocking=False):
+            try:
+                self._forget(self._engine)
+            finally:
+                self._lock.release()
+
+    def _forget(self, engine: EngineCore | None) -> None:
+        while self._cancelled:
+            request_id = self._cancelled.popleft()
+            watch = self._watches.pop(request_id, None)
+            if watch is not None:
+                watch.num_unfinished, watch.has_grown = 0, False
+            for child in self._assembler.forget(request_id):
+                if engine is not None:
+                    engine.abort(child)
+        # When nobody waits any more, the engine finishes what it has launched.
+        while engine is not None and not self._watches and engine.has_work and engine.failure is None:
+            engine.step()
+
+    @contextmanager
+    def _turn(self) -> Iterator[EngineCore]:
+        """The engine, for one caller at a time. Ctrl-C waits for the end of the turn: no step is torn in two."""
+        with _interrupts_deferred():
+            try:
+                with self._lock:
+                    yield self.engine
+            finally:
+                self._forget_cancelled()
 
     # ------------------------------------------------------------------------------------------------ ending
 
     def close(self) -> None:
         """End what is running and give weights, KV and graphs back. A second call does nothing."""
-        with self._lock:
-            if self._closed:
+        with _interrupts_deferred(), self._lock:
+            if self._engine is None:
                 return
-            self._closed = True
-            self._watches.clear()
-            device = self.engine.runner.table.device
-            del self.engine
+            device = self._engine.runner.table.device
+            self._engine = None
         if device.type == "cuda":
             import torch  # this module needs it for nothing else
 
@@ -269,6 +288,8 @@ def _list_of_prompts(prompts: Any) -> list[Any]:
     """One prompt or many, as a list of many."""
     if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, Iterable) or isinstance(prompts, (bytes, Mapping)):
+        raise ValueError(f"prompts must be texts or lists of token ids, got {type(prompts).__name__}")
     prompts = list(prompts)
     if prompts and all(isinstance(p, (int, np.integer)) and not isinstance(p, bool) for p in prompts):
         return [prompts]
@@ -283,7 +304,7 @@ def _one_for_each(params: Any, count: int) -> list[SamplingParams]:
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * count
-    params = list(params)
+    params = list(params) if isinstance(params, Iterable) else [params]
     if len(params) != count or not all(isinstance(p, SamplingParams) for p in params):
         raise ValueError(f"params must be one SamplingParams or one for each of the {count} prompts, got {len(params)}")
     return params
@@ -291,25 +312,23 @@ def _one_for_each(params: Any, count: int) -> list[SamplingParams]:
 
 @contextmanager
 def _interrupts_deferred() -> Iterator[None]:
-    """Let Ctrl-C wait until the block is done, so that no step is torn in two. A second Ctrl-C does not wait."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
+    """Let Ctrl-C wait until the block is done. A second Ctrl-C does not wait."""
+    previous = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(previous):
+        yield  # signals go to the main thread, if anybody there wants to know
         return
-    pending: list[Any] = []
+    is_pending = False
 
     def remember(number: int, frame: Any) -> None:
-        if pending:
-            signal.default_int_handler(number, frame)
-        pending.append(number)
+        nonlocal is_pending
+        if is_pending:
+            previous(number, frame)
+        is_pending = True
 
-    try:
-        previous = signal.signal(signal.SIGINT, remember)
-    except ValueError:  # an embedding that does not let us
-        yield
-        return
+    signal.signal(signal.SIGINT, remember)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, previous)
-    if pending:
-        raise KeyboardInterrupt
+        if is_pending:
+            signal.raise_signal(signal.SIGINT)
