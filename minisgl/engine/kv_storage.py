@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +24,7 @@ class KVStorage:
         self, shape: Sequence[int], *, num_layers: int, dtype: torch.dtype, device: torch.device | str
     ) -> None:
         # Zeros: what was never written is read by nobody, but a NaN there would outlive a mask that multiplies.
-        self.layers: list[Tensor] = [torch.zeros(tuple(shape), dtype=dtype, device=device) for _ in range(num_layers)]
+        self.layers: list[Tensor] = [_zeros(tuple(shape), dtype, torch.device(device)) for _ in range(num_layers)]
 
     @property
     def num_bytes(self) -> int:
@@ -34,3 +36,11 @@ class KVStorage:
         if len(page_copies):
             device = self.layers[0].device
             copy_pages(self.layers, torch.from_numpy(page_copies).to(device, non_blocking=True))
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros. On a CPU they are numpy's, which take up no memory until they are written: pages that nobody needs cost
+    nothing there."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)

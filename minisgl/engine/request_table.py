@@ -99,8 +99,8 @@ class RequestTable:
         self.last_tokens[indices] = token_ids
 
     def _send(self, *columns: Int32Array) -> Sequence[Tensor]:
-        """The columns on the device, by one copy. Each step packs into memory of its own: a buffer that is written again
-        while its copy may still be under way would be a race."""
+        """The columns on the device, by one copy. Each step packs into memory of its own: a buffer that is written
+        again while its copy may still be under way would be a race."""
         sizes = [len(column) for column in columns]
         if self.device.type != "cuda":
             return torch.from_numpy(np.concatenate(columns)).to(self.device).split(sizes)

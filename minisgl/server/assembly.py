@@ -28,6 +28,7 @@ from minisgl.utils import Int32Array
 
 @dataclass(slots=True, eq=False)
 class _Completion:
+    request_id: str  # the engine's
     index: int
     detokenizer: Detokenizer
     token_ids: list[int] = field(default_factory=list)
@@ -95,8 +96,11 @@ class OutputAssembler:
         arrival_s: float,
     ) -> list[tuple[str, SamplingParams]]:
         """Begin a prompt; returns the engine requests that make it up: id and parameters of each."""
+        # A prompt with one completion is one request with the same id.
+        child_ids = [request_id] if params.n == 1 else [f"{request_id}/{index}" for index in range(params.n)]
         completions = [
             _Completion(
+                child_id,
                 index,
                 Detokenizer(
                     self._tokenizer,
@@ -107,7 +111,7 @@ class OutputAssembler:
                 ),
                 logprobs=None if params.logprobs is None else [],
             )
-            for index in range(params.n)
+            for index, child_id in enumerate(child_ids)
         ]
         asks = params.prompt_logprobs is not None
         logprobs: list[dict[int, Logprob] | None] | None = [None] * len(prompt_token_ids) if asks else None
@@ -115,13 +119,12 @@ class OutputAssembler:
         self._prompts[request_id] = entry
         children = []
         for completion in completions:
-            child_id, child_params = request_id, params
+            child_params = params
             if params.n > 1:
-                child_id = f"{request_id}/{completion.index}"
                 seed = None if params.seed is None else (params.seed + completion.index) % 2**63
                 child_params = replace(params, n=1, seed=seed)
-            self._parents[child_id] = (entry, completion)
-            children.append((child_id, child_params))
+            self._parents[completion.request_id] = (entry, completion)
+            children.append((completion.request_id, child_params))
         return children
 
     def process(self, step: StepOutput) -> Changes:
@@ -206,19 +209,11 @@ class OutputAssembler:
             prompt_logprobs=None if prompt.logprobs is None else list(prompt.logprobs),
         )
 
-    def pop(self, request_id: str) -> RequestOutput:
-        """Its output; the prompt is forgotten."""
-        output = self.output(request_id)
-        self.forget(request_id)
-        return output
-
     def forget(self, request_id: str) -> list[str]:
         """Forget a prompt, ended or not; returns its engine requests that have not ended. Unknown ids have none."""
         prompt = self._prompts.pop(request_id, None)
-        living = [child for child, (parent, _) in self._parents.items() if parent is prompt] if prompt else []
-        for child in living:
-            del self._parents[child]
-        return living
+        completions = prompt.completions if prompt is not None else ()
+        return [c.request_id for c in completions if self._parents.pop(c.request_id, None) is not None]
 
     def _logprobs(self, columns: LogprobColumns, i: int, token_id: int, num_top: int) -> dict[int, Logprob]:
         """Entry ``i``: the token itself first, then its most likely alternatives."""
