@@ -145,6 +145,7 @@ class Sampler:
         self._ints = torch.zeros(3, max_running, dtype=torch.int64, device=self.device)
         self._temperature, self._top_p, self._min_p, self._repetition, self._presence, self._frequency = self._floats
         self._seed, self._position, self._top_k = self._ints
+        self._ones = torch.ones(max_running, dtype=torch.int64, device=self.device)
         self._counts = _TokenCounts(vocab_size, self.device)
         self._bias_ids: dict[int, Tensor] = {}  # row -> [n] int64, on the device like
         self._bias_values: dict[int, Tensor] = {}  # row -> [n] float32
@@ -228,7 +229,7 @@ class Sampler:
                 part, index = self._part(needs, Need.RANDOM)
                 _, drawn = self._draw(adjusted[index], device_rows[index], needs[part])
                 token_ids = token_ids.index_copy(0, index, drawn)
-        finite = values.isfinite()
+        finite = values.abs() < torch.inf  # isfinite, in half as many kernels
         token_ids = token_ids.where(finite, 0)
 
         logprobs = self._logprobs(raw, token_ids, rows, needs) if step_needs & Need.LOGPROBS else None
@@ -270,7 +271,7 @@ class Sampler:
             part, index = self._part(needs, Need.ALLOWED)
             places, ids = self._entries(self._allowed_ids, rows[part], np.arange(len(part)))
             keep = torch.zeros(len(part), self.vocab_size, dtype=torch.bool, device=self.device)
-            keep[places, ids] = True
+            keep[places, ids] = keep.new_ones(())  # a Python value would be copied from the host, and waited for
             logits[index] = sampling.exclude(logits[index], keep)
         if (needs & Need.MIN_TOKENS).any():
             part, _ = self._part(needs, Need.MIN_TOKENS)
@@ -298,7 +299,7 @@ class Sampler:
 
     def _advance(self, rows: Int32Array, device_rows: Tensor, needs: NeedArray, token_ids: Tensor) -> None:
         """The rows have output ``token_ids``."""
-        self._position.index_add_(0, device_rows, torch.ones_like(device_rows))
+        self._position.index_add_(0, device_rows, self._ones[: len(rows)])
         self._num_output[rows] += 1
         if (needs & Need.MIN_TOKENS).any():
             reached = rows[self._num_output[rows] >= self._min_tokens[rows]]
