@@ -14,7 +14,8 @@ from torch import Tensor
 
 from minisgl.engine.sampler import SampledTokens
 from minisgl.kernels.sampling import LogprobTensors
-from minisgl.scheduler.plan import LogprobColumns, StepResult
+from minisgl.request import LogprobColumns
+from minisgl.scheduler.plan import StepResult
 
 
 class _Copy:
