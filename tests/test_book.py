@@ -4,10 +4,12 @@ import argparse
 import importlib
 import importlib.util
 import json
+import pkgutil
 import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import minisgl
 from minisgl import book
@@ -108,17 +110,26 @@ def test_measured_numbers_are_not_typed():
             assert not re.search(pattern, re.sub(r"```.*?```", "", text, flags=re.DOTALL)), where
 
 
-def strip():
-    spec = importlib.util.spec_from_file_location("strip", ROOT / "book/strip.py")
+def script(name):
+    """A program of `book/` as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"book/{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="README shows what the CPU says")
+def test_readme_shows_what_the_engine_says(tmp_path):
+    readme, text = script("readme"), (ROOT / "README.md").read_text(encoding="utf-8")
+    assert readme.example(text)[0] == text, "python book/readme.py"
+    readme.picture().save(tmp_path / "timeline.svg")
+    assert (tmp_path / "timeline.svg").read_text() == (ROOT / "book/_static/timeline.svg").read_text()
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_notebook_is_committed_in_canonical_form(path):
     text = path.read_text(encoding="utf-8")
-    assert text == strip().canonical(json.loads(text)), f"python book/strip.py notebooks/{path.name}"
+    assert text == script("strip").canonical(json.loads(text)), f"python book/strip.py notebooks/{path.name}"
     ids = [cell["id"] for cell in cells(path)]
     assert len(set(ids)) == len(ids)
 
@@ -143,6 +154,13 @@ def test_every_glossary_word_is_there_once():
 def test_api_page_lists_the_public_names():
     listed = re.findall(r"^- \{py:class\}`~minisgl\.\w+\.(\w+)`", (ROOT / "book/api.md").read_text(), re.MULTILINE)
     assert sorted(listed) == sorted(minisgl.__all__)
+
+
+def test_api_pages_cover_the_package():
+    pages = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "book/api").glob("*.md")))
+    covered = set(" ".join(re.findall(r"\{modules\} (.+)", pages)).split())
+    top = {module.name for module in pkgutil.iter_modules(minisgl.__path__, "minisgl.")}
+    assert covered == {name for name in top if "._" not in name}
 
 
 def test_cache_key_follows_code_data_and_results(tmp_path):

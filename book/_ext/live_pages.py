@@ -20,7 +20,7 @@ def raw(html):
 
 
 class EngineMap(SphinxDirective):
-    """`minisgl.figures.engine_map`: rooms lead to the API page, chapters to their pages, if these exist."""
+    """`minisgl.figures.engine_map`: rooms lead to their API pages, chapters to their pages, if these exist."""
 
     def run(self):
         from minisgl.figures.engine_map import BOXES, engine_map
@@ -29,7 +29,7 @@ class EngineMap(SphinxDirective):
         self.env.note_dependency(str(toc))
         chapters = [c["file"] for part in yaml.safe_load(toc.read_text())["parts"] for c in part["chapters"]]
         here = posixpath.dirname(self.env.docname)
-        links = {box.room: posixpath.relpath("book/api", here) + f".html#module-minisgl.{box.room}" for box in BOXES}
+        links = {box.room: posixpath.relpath(f"book/api/{box.room}", here) + ".html" for box in BOXES}
         for chapter in chapters:
             if chapter.startswith("notebooks/"):
                 number = int(posixpath.basename(chapter).split("-")[0])
@@ -53,18 +53,14 @@ class Palette(SphinxDirective):
 
 
 class Modules(SphinxDirective):
-    """`automodule` for every module of the package that has no leading underscore, in the order of the rooms."""
+    """`automodule` for the named modules and all below them that have no leading underscore."""
+
+    required_arguments = 1
+    final_argument_whitespace = True
 
     def run(self):
-        import minisgl
-
-        names = sorted(
-            m.name
-            for m in pkgutil.walk_packages(minisgl.__path__, "minisgl.")
-            if not any(part.startswith("_") for part in m.name.split("."))
-        )
         sections = []
-        for name in names:
+        for name in [name for root in self.arguments[0].split() for name in modules(root)]:
             self.env.note_dependency(importlib.import_module(name).__file__)
             node = nodes.section(ids=[nodes.make_id(name)], names=[name])
             node += nodes.title(name, "", nodes.literal(name, name))
@@ -72,6 +68,13 @@ class Modules(SphinxDirective):
             self.state.nested_parse(StringList(lines, source=name), 0, node)
             sections.append(node)
         return sections
+
+
+def modules(root):
+    """The names of a module and of those below it, by name."""
+    paths = getattr(importlib.import_module(root), "__path__", [])
+    below = (module.name for module in pkgutil.walk_packages(paths, root + "."))
+    return [root, *sorted(name for name in below if "._" not in name)]
 
 
 class Results(SphinxDirective):
