@@ -1,6 +1,6 @@
 """Bring README.md up to date: the output of its example, and the picture. A test fails when they are not.
 
-    python book/readme.py
+Run as `python book/readme.py`.
 """
 
 import contextlib

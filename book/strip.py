@@ -1,6 +1,6 @@
 """Write notebooks in their one canonical form: no outputs, no counts, stable ids, sorted keys.
 
-    python book/strip.py notebooks/*.ipynb
+Run as `python book/strip.py notebooks/*.ipynb`.
 """
 
 import json
