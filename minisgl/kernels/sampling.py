@@ -36,7 +36,10 @@ LOGPROB_FLOOR = -9999.0
 for "very unlikely"."""
 
 MAX_SLICE_ELEMENTS = 2**24
-"""Most elements of a temporary ``[rows, V]`` in functions that need several: 64 MiB of float32, 128 MiB of int64."""
+"""Most elements of a temporary ``[rows, V]`` in functions that need several: 64 MiB of float32, 128 MiB of int64.
+
+Measured on an H200, 256 rows of 151,936 tokens: a draw takes 20 ms and 1.9 GiB, nearly all of it for the noise; with
+2**22 it takes 0.6 GiB, but 30 ms, since the host is then busy launching."""
 
 _NEVER = float("-inf")
 
