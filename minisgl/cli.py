@@ -16,6 +16,7 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type
 
 from minisgl import __version__
 from minisgl.config import EngineConfig
+from minisgl.replay import replay
 from minisgl.request import RequestOutput, SamplingParams
 
 
@@ -52,6 +53,15 @@ def _parser() -> argparse.ArgumentParser:
     book = _command(commands, "book", _book, "build the book, run its notebooks, and serve it on this machine")
     book.add_argument("--check", action="store_true", help="do all but serve")
     book.add_argument("--port", type=int, default=0, help="port on 127.0.0.1; 0 takes a free one")
+    replay_ = _command(commands, "replay", _replay, "play a flight record again, and look into it")
+    replay_.add_argument("file", help="what --record wrote")
+    replay_.add_argument("--step", type=int, metavar="N", help="print queue, rows, pages and tree after step N")
+    replay_.add_argument(
+        "--what-if", action="append", default=[], metavar="FIELD=VALUE",
+        help="the same arrivals under another policy, such as order=prefill_first; may be repeated",
+    )  # fmt: skip
+    replay_.add_argument("--bisect", choices=["check"], help="find the first step after which an invariant is broken")
+    replay_.add_argument("--perfetto", metavar="FILE", help="write the trace for ui.perfetto.dev or chrome://tracing")
     return parser
 
 
@@ -110,6 +120,12 @@ def _book(args: argparse.Namespace) -> int:
     from minisgl.book import book  # only this command needs it
 
     return book(check=args.check, port=args.port)
+
+
+def _replay(args: argparse.Namespace) -> int:
+    return replay(
+        args.file, step=args.step, changes=args.what_if, bisect=args.bisect is not None, perfetto=args.perfetto
+    )
 
 
 def _open(config: EngineConfig) -> Any:

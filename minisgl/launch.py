@@ -6,6 +6,7 @@ Chapter 1 tells this module's story: where the model lies, which device and dtyp
 from __future__ import annotations
 
 import os
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,8 +22,8 @@ from minisgl.engine.sampler import Sampler
 from minisgl.model import load_model
 from minisgl.model.decoder import CausalLM
 from minisgl.scheduler import Scheduler
+from minisgl.scheduler.flight import FlightRecorder, make_header
 from minisgl.server import Tokenizer, load_tokenizer
-from minisgl.trace import Trace
 from minisgl.utils import ceil_div
 
 TINY = Path(__file__).parent / "tiny"
@@ -63,7 +64,8 @@ def load_engine(config: EngineConfig, *, progress: bool = False) -> LoadedEngine
         progress=progress,
     )
     sizes = size_pool(config, model, device, dtype)
-    scheduler = Scheduler(sizes, eos_token_ids=tokenizer.eos_token_ids, seed=config.seed)
+    seed = secrets.randbits(63) if config.seed is None else config.seed
+    scheduler = Scheduler(sizes, eos_token_ids=tokenizer.eos_token_ids, seed=seed)
     runner = ModelRunner(
         model=model,
         attention=attention,
@@ -78,8 +80,11 @@ def load_engine(config: EngineConfig, *, progress: bool = False) -> LoadedEngine
         ),
         sampler=Sampler(max_running=sizes.max_running, vocab_size=model_config.vocab_size, device=device),
     )
-    trace = Trace() if config.trace else None
-    core = EngineCore(scheduler, runner, overlap=config.overlap, trace=trace, strict=config.strict)
+    recorder = None
+    if config.trace or config.record is not None:
+        header = make_header(sizes, eos_token_ids=tokenizer.eos_token_ids, seed=seed)
+        recorder = FlightRecorder(header, None if config.trace else config.record)
+    core = EngineCore(scheduler, runner, overlap=config.overlap, recorder=recorder, strict=config.strict)
     return LoadedEngine(core, tokenizer, model_config, sizes)
 
 
@@ -89,8 +94,8 @@ def check_supported(config: EngineConfig) -> None:
         raise ValueError(f"tp {config.tp} is not supported yet; supported is 1")
     if config.cuda_graph_max_bs:
         raise ValueError("CUDA graphs are not supported yet; cuda_graph_max_bs must be 0 or not given")
-    if config.record is not None:
-        raise ValueError("record is not supported yet")
+    if config.record is not None and config.trace:
+        raise ValueError("record and trace exclude each other: a trace is the same record, kept in memory")
 
 
 def find_device(name: str) -> torch.device:

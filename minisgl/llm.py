@@ -131,7 +131,8 @@ class LLM:
             while (output := self._next_output(request_id, watch)) is not None:
                 yield output
         finally:
-            self._cancel([request_id])
+            self._cancelled.append(request_id)  # one call, so that Ctrl-C cannot come between
+            self._forget_cancelled()
 
     def async_generate(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[RequestOutput]:
         """The same as an asynchronous iterator. Any number may run at once: they share the engine's steps."""
@@ -146,7 +147,8 @@ class LLM:
             while (output := await asyncio.to_thread(self._next_output, request_id, watch)) is not None:
                 yield output
         finally:
-            self._cancel([request_id])
+            self._cancelled.append(request_id)  # one call, so that Ctrl-C cannot come between
+            self._forget_cancelled()
 
     # ------------------------------------------------------------------------------------------------ checking
 
@@ -183,7 +185,8 @@ class LLM:
                 with self._turn():
                     return [self._assembler.output(request_id) for request_id in request_ids]
             finally:
-                self._cancel(request_ids)
+                self._cancelled.extend(request_ids)
+                self._forget_cancelled()
 
     def _check_one(self, prompt: Prompt, params: SamplingParams | None) -> tuple[Int32Array, SamplingParams]:
         ids, params = self._encode(prompt), _one_for_each(params, 1)[0]
@@ -226,19 +229,15 @@ class LLM:
         for request_id in (*changes.finished, *ended.finished):
             self._watches[request_id].num_unfinished -= 1
 
-    def _cancel(self, request_ids: Sequence[str]) -> None:
-        """Forget these prompts, ended or not. Never waits, since the garbage collector may close a stream while this
-        very thread is in its turn: whoever has the turn sees to it when it ends."""
-        with _interrupts_deferred():
-            self._cancelled.extend(request_ids)
-            self._forget_cancelled()
-
     def _forget_cancelled(self) -> None:
-        while self._cancelled and self._lock.acquire(blocking=False):
-            try:
-                self._forget(self._engine)
-            finally:
-                self._lock.release()
+        """Forget the prompts in ``_cancelled``, ended or not. Never waits, since the garbage collector may close a
+        stream while this very thread is in its turn: whoever has the turn sees to it when it ends."""
+        with _interrupts_deferred():
+            while self._cancelled and self._lock.acquire(blocking=False):
+                try:
+                    self._forget(self._engine)
+                finally:
+                    self._lock.release()
 
     def _forget(self, engine: EngineCore | None) -> None:
         while self._cancelled:

@@ -63,3 +63,39 @@ class Trace:
     arrivals_s: dict[str, float] = field(default_factory=dict)
     cached_tokens: dict[str, int] = field(default_factory=dict)
     finished_s: dict[str, float] = field(default_factory=dict)
+
+    def to_chrome(self) -> dict[str, list[dict[str, object]]]:
+        """The trace in Chrome's event format, which https://ui.perfetto.dev and ``chrome://tracing`` open: a track of
+        steps, and one for each request with its wait, its chunks and its decodes. Times in microseconds."""
+        if not self.steps:
+            return {"traceEvents": []}
+        begin = min([self.steps[0].launched_s, *self.arrivals_s.values()])
+        events: list[dict[str, object]] = [
+            _name(0, 0, "process_name", "engine"),
+            _name(1, 0, "process_name", "requests"),
+        ]
+        threads: dict[str, int] = {}
+        busy_until = begin
+        for step in self.steps:
+            started, busy_until = max(step.launched_s, busy_until), step.done_s
+            what = f"step {step.step_id}: {step.num_prefill_tokens} prefill + {step.num_decode_tokens} decode"
+            events.append(_span(0, 0, what, started - begin, step.done_s - started))
+            for i, request_id in enumerate(step.request_ids):
+                if request_id not in threads:
+                    threads[request_id] = len(threads)
+                    events.append(_name(1, threads[request_id], "thread_name", request_id))
+                    arrival = self.arrivals_s.get(request_id, started)
+                    events.append(_span(1, threads[request_id], "waiting", arrival - begin, started - arrival))
+                is_prompt = step.starts[i] < step.num_prompt_tokens[i]
+                what = f"prefill {step.num_tokens[i]}" if is_prompt else "decode"
+                events.append(_span(1, threads[request_id], what, started - begin, step.done_s - started))
+        return {"traceEvents": events}
+
+
+def _span(process: int, thread: int, name: str, start_s: float, duration_s: float) -> dict[str, object]:
+    micro = {"ts": round(start_s * 1e6, 3), "dur": round(max(duration_s, 0.0) * 1e6, 3)}
+    return {"ph": "X", "pid": process, "tid": thread, "name": name, **micro}
+
+
+def _name(process: int, thread: int, kind: str, name: str) -> dict[str, object]:
+    return {"ph": "M", "pid": process, "tid": thread, "name": kind, "args": {"name": name}}

@@ -11,14 +11,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
 from minisgl.engine.pending import PendingStep
 from minisgl.engine.runner import ModelRunner
 from minisgl.kv_cache import KVCacheManager
 from minisgl.request import FinishedRequest, FinishReason, Request, SamplingParams, StepOutput
 from minisgl.scheduler import Scheduler, SchedulerOutput
-from minisgl.trace import StepRecord, Trace
+from minisgl.scheduler.flight import FlightRecorder, Replay
+from minisgl.trace import Trace
 from minisgl.utils import Int32Array
 
 logger = logging.getLogger(__name__)
@@ -28,7 +27,6 @@ logger = logging.getLogger(__name__)
 class _Launched:
     plan: SchedulerOutput
     pending: PendingStep
-    launched_s: float
 
 
 class EngineCore:
@@ -38,7 +36,7 @@ class EngineCore:
         scheduler: decides.
         runner: acts.
         overlap: which of the two loops.
-        trace: where to keep records of the steps, or None.
+        recorder: takes down what goes into the scheduler, or None.
         strict: check all invariants after every step, and raise when one fails. Otherwise they are checked when the
             engine runs out of work, and a failure is logged.
         clock: seconds.
@@ -50,14 +48,14 @@ class EngineCore:
         runner: ModelRunner,
         *,
         overlap: bool = True,
-        trace: Trace | None = None,
+        recorder: FlightRecorder | None = None,
         strict: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.overlap = overlap
-        self.trace = trace
+        self.recorder = recorder
         self.strict = strict
         self.failure: BaseException | None = None
         self._clock = clock
@@ -80,15 +78,38 @@ class EngineCore:
     def add(self, request_id: str, prompt_token_ids: Int32Array, sampling_params: SamplingParams) -> Request:
         """Queue a request. Raises ``ValueError`` as `Scheduler.add` does."""
         request = self.scheduler.add(request_id, prompt_token_ids, sampling_params)
-        if self.trace is not None:
-            self.trace.arrivals_s[request_id] = request.arrival_time_s
+        if self.recorder is not None:
+            self.recorder.arrived(request)
         return request
 
     def abort(
         self, request_id: str, *, reason: FinishReason = "abort", stop_reason: str | None = None
     ) -> FinishedRequest | None:
         """End a request in whatever state it is; None if it has ended or never was."""
-        return self.scheduler.abort(request_id, reason=reason, stop_reason=stop_reason)
+        finished = self.scheduler.abort(request_id, reason=reason, stop_reason=stop_reason)
+        if finished is not None and self.recorder is not None:
+            self.recorder.ended(finished)
+        return finished
+
+    def flush_cache(self) -> int:
+        """Forget every cached prefix that no running request uses; returns how many pages that freed."""
+        if self.recorder is not None:
+            self.recorder.flushed()
+        return self.kv.flush()
+
+    @property
+    def trace(self) -> Trace:
+        """What happened so far, for figures: derived from the flight record, so it shows what ran.
+
+        Raises:
+            ValueError: no record is kept in memory; the engine was not made with ``trace=True``.
+        """
+        if self.recorder is None or not self.recorder.records:
+            raise ValueError("there is no trace; make the engine with trace=True")
+        replay = Replay(self.recorder.records)
+        for _ in replay.play():
+            pass
+        return replay.trace
 
     def step(self) -> StepOutput | None:
         """One turn of the loop; None when it brought no result.
@@ -105,7 +126,11 @@ class EngineCore:
                 self.scheduler.check()
         except BaseException as error:
             self.failure = error
+            if self.recorder is not None:
+                self.recorder.end_turn(error)
             raise
+        if self.recorder is not None:
+            self.recorder.end_turn()
         if not self.strict and not self.has_work:
             self._check_when_idle()
         return output
@@ -121,38 +146,17 @@ class EngineCore:
         return None if previous is None else self._finish(previous)
 
     def _launch(self, plan: SchedulerOutput) -> _Launched:
-        now = self._clock()
+        if self.recorder is not None:
+            self.recorder.planned(plan, self._clock())
         logits = self.runner.forward(plan)
-        return _Launched(plan, self.runner.sample(logits), now)
+        return _Launched(plan, self.runner.sample(logits))
 
     def _finish(self, launched: _Launched) -> StepOutput:
         result = launched.pending.wait()
-        if self.trace is not None:
-            self._record(self.trace, launched)
         output = self.scheduler.update(launched.plan, result)
-        if self.trace is not None:
-            self.trace.finished_s.update({f.request_id: output.time_s for f in output.finished})
+        if self.recorder is not None:
+            self.recorder.done(output.step_id, result, output.time_s)
         return output
-
-    def _record(self, trace: Trace, launched: _Launched) -> None:
-        plan, rows = launched.plan, self.scheduler.rows
-        requests = [rows.request(row) for row in plan.rows]
-        for request in requests:
-            trace.cached_tokens.setdefault(request.request_id, request.num_cached_tokens or 0)
-        trace.steps.append(
-            StepRecord(
-                step_id=plan.step_id,
-                launched_s=launched.launched_s,
-                done_s=self._clock(),
-                request_ids=tuple(r.request_id for r in requests),
-                num_tokens=plan.num_tokens,
-                starts=plan.starts,
-                num_prompt_tokens=np.array([r.num_prompt_tokens for r in requests], np.int32),
-                samples=plan.samples,
-                num_free_pages=self.kv.allocator.num_free,
-                num_cached_pages=self.kv.tree.num_pages,
-            )
-        )
 
     def _check_when_idle(self) -> None:
         try:
