@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from minisgl import LLM, SamplingParams
-from tests.tolerances import BFLOAT16_GAP, FLOAT32_GAP
+from tolerances import BFLOAT16_GAP, FLOAT32_GAP
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
