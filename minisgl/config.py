@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -21,10 +21,42 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
 
 
-def _check_choice(name: str, value: object, choices: Any) -> None:
-    allowed = get_args(choices)
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+# What the fields of the configuration classes may be: (lowest, highest), or a choice.
+_INTEGERS: dict[str, tuple[int, int | None]] = {
+    "tp": (1, 1024),
+    "page_size": (1, 1024),
+    "num_pages": (2, None),
+    "max_model_len": (2, None),
+    "max_running": (1, 65536),
+    "max_num_batched_tokens": (1, None),
+    "chunk_size": (1, None),
+    "cuda_graph_max_bs": (0, None),
+    "seed": (0, 2**63 - 1),
+}
+_CHOICES: dict[str, Any] = {
+    "dtype": Dtype,
+    "load_format": LoadFormat,
+    "order": Order,
+    "waiting": Waiting,
+    "admission": Admission,
+}
+_SWITCHES = ("prefix_cache", "overlap", "trace", "strict")
+
+
+def _check_fields(config: Any) -> None:
+    """Raise ``ValueError`` for a field out of its range; None is allowed where it is the default."""
+    for f in fields(config):
+        value = getattr(config, f.name)
+        if value is None and (f.default is None or "None" in str(f.type)):
+            continue
+        if f.name in _INTEGERS:
+            low, high = _INTEGERS[f.name]
+            check_int(f.name, value, low=low, high=high)
+        elif f.name in _CHOICES and value not in get_args(_CHOICES[f.name]):
+            allowed = ", ".join(map(repr, get_args(_CHOICES[f.name])))
+            raise ValueError(f"{f.name} must be one of {allowed}, got {value!r}")
+        elif f.name in _SWITCHES and not isinstance(value, bool):
+            raise ValueError(f"{f.name} must be True or False, got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,32 +114,8 @@ class EngineConfig:
     strict: bool = False
 
     def __post_init__(self) -> None:
-        for name, low, high in (
-            ("tp", 1, 1024),
-            ("page_size", 1, 1024),
-            ("num_pages", 2, None),
-            ("max_model_len", 2, None),
-            ("max_running", 1, 65536),
-            ("max_num_batched_tokens", 1, None),
-            ("chunk_size", 1, None),
-            ("cuda_graph_max_bs", 0, None),
-            ("seed", 0, 2**63 - 1),
-        ):
-            value = getattr(self, name)
-            if value is not None or name in ("tp", "max_running", "max_num_batched_tokens"):
-                check_int(name, value, low=low, high=high)
+        _check_fields(self)
         check_range("memory_fraction", self.memory_fraction, low=0, high=1, open_low=True)
-        for name, choices in (
-            ("dtype", Dtype),
-            ("load_format", LoadFormat),
-            ("order", Order),
-            ("waiting", Waiting),
-            ("admission", Admission),
-        ):
-            _check_choice(name, getattr(self, name), choices)
-        for name in ("prefix_cache", "overlap", "trace", "strict"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +137,7 @@ class SchedulerConfig:
     prefix_cache: bool = True
 
     def __post_init__(self) -> None:
+        _check_fields(self)
         if self.max_model_len > self.pool_tokens:
             raise ValueError(
                 f"max_model_len {self.max_model_len} does not fit into the pool of {self.pool_tokens} tokens "
