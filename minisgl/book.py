@@ -108,16 +108,21 @@ def build(root: Path) -> list[str]:
     if stamp.exists() and stamp.read_text() == digest and (html / "index.html").exists():
         print("the book is up to date", flush=True)
         return page_problems(html)
-    print("building the book and running its notebooks, which takes a few minutes the first time", flush=True)
+    print("building the book and running its notebooks; the first time this takes a minute or two", flush=True)
     stamp.unlink(missing_ok=True)
     python_path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
     # The bundled model is too small to gain from threads, and loses much when the machine is busy.
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     environment = os.environ | {"PYTHONPATH": python_path, "JUPYTER_PREFER_ENV_PATH": "1"} | threads
     command = [sys.executable, "-c", "from jupyter_book.cli.main import main; main(prog_name='jupyter-book')"]
-    command += ["build", str(root), "-n", "-W", "--keep-going", "-q"]
-    if code := subprocess.run(command, cwd=root, env=environment).returncode:
-        return [f"jupyter-book ended with code {code}; its warnings are above"]
+    # All pages are read again, for a page that is not read does not repeat its warnings.
+    command += ["build", str(root), "--all", "-n", "-W", "--keep-going", "-q"]
+    done = subprocess.run(
+        command, cwd=root, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    if done.returncode:
+        print(done.stdout.strip(), file=sys.stderr)
+        return [f"jupyter-book ended with code {done.returncode}; its warnings are above"]
     problems = page_problems(html)
     if not problems:
         stamp.write_text(digest)
