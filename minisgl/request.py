@@ -6,10 +6,10 @@ only by the scheduler; `RequestOutput` is a snapshot for the user.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,7 @@ class SamplingParams:
         top_p: keep the smallest set of tokens whose probabilities sum to at least this; the one that crosses stays.
         top_k: keep this many most likely tokens; 0 or -1 keeps all.
         min_p: keep tokens at least this share as likely as the most likely one.
-        repetition_penalty: 0.01..100; divides positive and multiplies negative logits of tokens seen in prompt or output.
+        repetition_penalty: 0.01..100; divides positive and multiplies negative logits of tokens seen before.
         presence_penalty: subtracted once from logits of tokens seen in the output.
         frequency_penalty: subtracted from a logit once for each time the token was output.
         logit_bias: token id -> number in -100..100 added to its logit.
@@ -104,33 +104,33 @@ class SamplingParams:
         if self.cache_salt is not None and not isinstance(self.cache_salt, str):
             raise ValueError(f"cache_salt must be a string, got {self.cache_salt!r}")
         # Collections are copied into immutable ones, so that nobody changes them behind the engine's back.
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        stop = (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop or ())
         if not all(isinstance(s, str) and s for s in stop):
             raise ValueError("stop must be a string or strings, none of them empty")
         if len(stop) > MAX_STOP_STRINGS:
             raise ValueError(f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(stop)}")
         object.__setattr__(self, "stop", stop)
-        stop_token_ids = tuple(self.stop_token_ids)
+        stop_token_ids = _tuple("stop_token_ids", self.stop_token_ids or ())
         for token_id in stop_token_ids:
             check_int("stop_token_ids", token_id, low=0, high=2**31 - 1)
         object.__setattr__(self, "stop_token_ids", stop_token_ids)
         if self.allowed_token_ids is not None:
-            allowed = tuple(self.allowed_token_ids)
+            allowed = _tuple("allowed_token_ids", self.allowed_token_ids)
             if not allowed:
                 raise ValueError("allowed_token_ids must name at least one token")
             for token_id in allowed:
                 check_int("allowed_token_ids", token_id, low=0, high=2**31 - 1)
             object.__setattr__(self, "allowed_token_ids", allowed)
         if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, Mapping):
+                raise ValueError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}")
             bias: dict[int, float] = {}
             for key, value in self.logit_bias.items():
-                try:
-                    token_id = int(key)
-                except (TypeError, ValueError):
-                    raise ValueError(f"logit_bias keys must be token ids, got {key!r}") from None
+                # JSON has no keys but strings.
+                token_id = int(key) if isinstance(key, str) and key.isdecimal() else key
                 check_int("logit_bias token id", token_id, low=0, high=2**31 - 1)
                 check_range(f"logit_bias of token {token_id}", value, low=-100, high=100)
-                bias[token_id] = float(value)
+                bias[int(token_id)] = float(value)
             object.__setattr__(self, "logit_bias", bias)
 
     @property
@@ -144,6 +144,13 @@ class SamplingParams:
             for token_id in getattr(self, name) or ():
                 if token_id >= vocab_size:
                     raise ValueError(f"{name}: token id {token_id} is outside the vocabulary 0..{vocab_size - 1}")
+
+
+def _tuple(name: str, values: object) -> tuple[Any, ...]:
+    """The values of a collection, none of which is checked yet."""
+    if not isinstance(values, Iterable) or isinstance(values, (str, bytes)):
+        raise ValueError(f"{name} must be a list, got {values!r}")
+    return tuple(values)
 
 
 class RequestStatus(Enum):
