@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(args.run(args))
     except (ValueError, RuntimeError, OSError) as error:
-        print(f"minisgl: {error}", file=sys.stderr)
+        print(f"minisgl: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(file=sys.stderr)
