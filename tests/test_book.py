@@ -163,6 +163,18 @@ def test_api_pages_cover_the_package():
     assert covered == {name for name in top if "._" not in name}
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "book/results").glob("*.json")), ids=lambda path: path.name)
+def test_measurements_say_where_they_come_from(path):
+    assert {"what", "device", "command", "date"} <= set(json.loads(path.read_text(encoding="utf-8")))
+
+
+def test_results_page_copes_with_any_json():
+    pytest.importorskip("sphinx")
+    render = script("_ext/live_pages").render
+    assert render({"a_b": [{"x": 1}, {"y": "<"}]}).count("<table") == 2
+    assert "<details>" in render(list(range(100))) and render([None, True, [1.5], {}]).startswith(", True, 1.5")
+
+
 def test_cache_key_follows_code_data_and_results(tmp_path):
     for name, text in {"minisgl/a.py": "1", "minisgl/tiny/model": "2", "book/results/r.json": "3"}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,8 @@ from docutils import nodes
 from docutils.statemachine import StringList
 from sphinx.util.docutils import SphinxDirective
 
-PROVENANCE = ("what", "device", "driver", "versions", "commit", "command", "date", "seed", "n")
+PROVENANCE = ("device", "driver", "versions", "torch", "cuda", "commit", "command", "date", "seed")
+LONG = 20  # rows or values beyond which a list is folded
 
 
 def raw(html):
@@ -87,9 +88,10 @@ class Results(SphinxDirective):
             self.env.note_dependency(str(path))
             section = nodes.section(ids=[nodes.make_id(f"results-{path.stem}")], names=[f"results {path.stem}"])
             data = json.loads(path.read_text(encoding="utf-8"))
-            section += nodes.title("", str(data.get("title", path.stem)) if isinstance(data, dict) else path.stem)
+            title = str(data.pop("what", path.stem) if isinstance(data, dict) else path.stem)
+            section += nodes.title("", title[:1].upper() + title[1:])
             source = f'<p class="sgl-source">from <code>book/results/{escape(path.name)}</code></p>'
-            section += raw(render(data) + source)
+            section += raw(f'<div class="sgl-scroll">{render(data)}</div>{source}')
             found.append(section)
         return found or [nodes.paragraph("", "No measurement has been recorded yet.")]
 
@@ -98,20 +100,26 @@ def render(data):
     """HTML of any JSON value: an object becomes a table of two columns, a list of objects a table with a header."""
     if isinstance(data, dict):
         keys = sorted(data, key=lambda k: PROVENANCE.index(k) if k in PROVENANCE else len(PROVENANCE))
-        rows = "".join(f"<tr><th>{escape(str(k))}</th><td>{render(data[k])}</td></tr>" for k in keys if k != "title")
+        rows = "".join(f"<tr><th>{escape(str(k).replace('_', ' '))}</th><td>{render(data[k])}</td></tr>" for k in keys)
         return f'<table class="table sgl-results">{rows}</table>'
     if isinstance(data, list) and data and all(isinstance(row, dict) for row in data):
         keys = list(dict.fromkeys(key for row in data for key in row))
-        head = "".join(f"<th>{escape(str(key))}</th>" for key in keys)
+        head = "".join(f"<th>{escape(str(key).replace('_', ' '))}</th>" for key in keys)
         rows = "".join("<tr>" + "".join(f"<td>{render(row.get(key))}</td>" for key in keys) + "</tr>" for row in data)
         table = f'<table class="table sgl-results"><thead><tr>{head}</tr></thead>{rows}</table>'
-        return f'<div class="sgl-scroll">{table}</div>'
+        return fold(data, table)
     if isinstance(data, list):
-        text = ", ".join(render(value) for value in data)
-        return text if len(data) <= 40 else f"<details><summary>{len(data)} values</summary>{text}</details>"
+        return fold(data, ", ".join(render(value) for value in data))
     if isinstance(data, float):
         return f"{data:.4g}" if abs(data) < 1e5 else f"{data:,.0f}"
+    if isinstance(data, int) and abs(data) >= 10_000:
+        return f"{data:,}"
     return "" if data is None else escape(str(data))
+
+
+def fold(data, html):
+    """``html``, hidden behind a click when ``data`` is long."""
+    return html if len(data) <= LONG else f"<details><summary>{len(data)} entries</summary>{html}</details>"
 
 
 def setup(app):

@@ -27,7 +27,7 @@ BOXES = (
     Box("kv_cache", "who owns which page", "chapter 3", 255, 234, 215),
     Box("engine", "the plan becomes device work", "chapter 4", 10, 346, 460),
     Box("model", "layers, weights, ranks", "chapter 5", 10, 458, 215),
-    Box("kernels", "plain torch, fast twin", "chapter 5", 255, 458, 215),
+    Box("kernels", "plain torch first", "chapter 5", 255, 458, 215),
     Box("figures", "pictures of real runs", "every chapter", 10, 570, 215),
     Box("benchmark", "measurements", "every chapter", 255, 570, 215),
 )
