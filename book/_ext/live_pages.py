@@ -13,6 +13,7 @@ from docutils.statemachine import StringList
 from sphinx.util.docutils import SphinxDirective
 
 PROVENANCE = ("device", "driver", "versions", "torch", "cuda", "commit", "command", "date", "seed")
+VOCABULARY = ("minisgl.request", "minisgl.config", "minisgl.trace", "minisgl.forward", "minisgl.utils")
 LONG = 20  # rows or values beyond which a list is folded
 
 
@@ -72,10 +73,13 @@ class Modules(SphinxDirective):
 
 
 def modules(root):
-    """The names of a module and of those below it, by name."""
+    """The names of a module and of those below it, by name; of the package itself, the modules beside the rooms."""
     paths = getattr(importlib.import_module(root), "__path__", [])
-    below = (module.name for module in pkgutil.walk_packages(paths, root + "."))
-    return [root, *sorted(name for name in below if "._" not in name)]
+    if root == "minisgl":
+        names = [module.name for module in pkgutil.iter_modules(paths, "minisgl.") if not module.ispkg]
+    else:
+        names = [root, *(module.name for module in pkgutil.walk_packages(paths, root + "."))]
+    return sorted(name for name in names if "._" not in name and (root != "minisgl" or name not in VOCABULARY))
 
 
 class Results(SphinxDirective):
