@@ -22,13 +22,13 @@ model with no download. It is not fit for any other use: it knows next to nothin
 
 `LLM("tiny")` and `--model tiny` load it; the folder also loads with `transformers`.
 
-| | |
+| property | value |
 |---|---|
 | architecture | Qwen3, dense: 7 layers, hidden 256, 8 query and 4 KV heads of 64, intermediate 640, tied embeddings |
 | context | 2,048 tokens |
 | weights | bfloat16 |
 | tokenizer | byte-level BPE, 4,096 tokens, each digit a token of its own; no token is put at the beginning |
-| special tokens | `<|endoftext|>` 0, `<|im_start|>` 1, `<|im_end|>` 2; text ends with 2 or 0 |
+| special tokens | 0 end of text, 1 turn start, 2 turn end (spelled as in ChatML); an answer ends with 2 or 0 |
 | chat | ChatML, in `chat_template.jinja`; plain text works too |
 | licence | Apache-2.0, with the notices of the sources in the repository's `LICENSE` |
 
