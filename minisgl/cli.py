@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import json
 import re
 import sys
@@ -62,6 +63,28 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     replay_.add_argument("--bisect", choices=["check"], help="find the first step after which an invariant is broken")
     replay_.add_argument("--perfetto", metavar="FILE", help="write the trace for ui.perfetto.dev or chrome://tracing")
+
+    info = _command(commands, "info", _info, "say what a model is, and how much of it fits on this machine")
+    info.add_argument("model_name", nargs="?", metavar="MODEL", help='"tiny", a folder, or a hub id (default: tiny)')
+    _add_fields(info, EngineConfig, only=("device", "dtype", "memory_fraction", "max_model_len"))
+
+    bench = commands.add_parser("bench", help="measure", description="Measure.").add_subparsers(
+        metavar="WHAT", required=True
+    )
+    offline = _command(bench, "offline", _bench_offline, "throughput of a batch of random prompts")
+    offline.add_argument("--num-requests", type=int, default=64, metavar="N", help="prompts (default: 64)")
+    for name in ("input", "output"):
+        offline.add_argument(
+            f"--{name}-len", type=int, nargs=2, default=(100, 1024), metavar=("MIN", "MAX"),
+            help="tokens, between these two (default: 100 1024)",
+        )  # fmt: skip
+    offline.add_argument("--repeats", type=int, default=3, metavar="N", help="measured runs of each (default: 3)")
+    offline.add_argument(
+        "--compare", action="append", default=[], choices=["plain loop", "recorded", "no prefix cache"],
+        help="also measure this variant; may be repeated",
+    )  # fmt: skip
+    offline.add_argument("--output", metavar="FILE", help="write the figures, and where they come from, as JSON")
+    _add_fields(offline, EngineConfig, skip=("record", "trace"))
     return parser
 
 
@@ -128,10 +151,37 @@ def _replay(args: argparse.Namespace) -> int:
     )
 
 
+def _info(args: argparse.Namespace) -> int:
+    from minisgl.info import info  # draws in torch
+
+    setattr(args, "EngineConfig.model", args.model_name)
+    print(info(_from_args(EngineConfig, args)))
+    return 0
+
+
+def _bench_offline(args: argparse.Namespace) -> int:
+    from minisgl.benchmark.offline import bench_offline  # draws in torch
+
+    bench_offline(
+        _options(_from_args(EngineConfig, args)),
+        num_requests=args.num_requests,
+        input_len=tuple(args.input_len),
+        output_len=tuple(args.output_len),
+        repeats=args.repeats,
+        variants=("as asked", *args.compare),
+        output=args.output,
+    )
+    return 0
+
+
+def _options(config: EngineConfig) -> dict[str, Any]:
+    return {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+
+
 def _open(config: EngineConfig) -> Any:
     from minisgl.llm import LLM  # torch takes seconds to import; `--help` does not wait for it
 
-    return LLM(**{f.name: getattr(config, f.name) for f in dataclasses.fields(config)})
+    return LLM(**_options(config))
 
 
 def _as_json(output: RequestOutput) -> dict[str, Any]:
@@ -157,14 +207,16 @@ def _command(
     return parser
 
 
-def _add_fields(parser: argparse.ArgumentParser, config: type, *, skip: Collection[str] = ()) -> None:
+def _add_fields(
+    parser: argparse.ArgumentParser, config: type, *, skip: Collection[str] = (), only: Collection[str] | None = None
+) -> None:
     """An option for each field of a dataclass: type and choices from its annotation, help from its docstring."""
     group = parser.add_argument_group("sampling" if config is SamplingParams else "engine")
     hints, help_of = get_type_hints(config), _field_help(config)
     # `logit_bias` has no short form; `seed` is a field of both, and an option of the request's.
     skip = {*skip, "logit_bias"} if config is SamplingParams else {*skip, "seed"}
     for field in dataclasses.fields(config):
-        if field.name in skip:
+        if field.name in skip or (only is not None and field.name not in only):
             continue
         flag = "--" + field.name.replace("_", "-")
         text = help_of[field.name].replace("%", "%%").replace("None: ", "if not given: ")
@@ -199,8 +251,8 @@ def _is_sequence(hint: Any) -> bool:
 
 def _field_help(config: type) -> dict[str, str]:
     """The ``Args`` section of a docstring: field -> text."""
-    section = re.search(r"Args:\n(.*?)(?:\n\s*\n|\Z)", config.__doc__ or "", re.S)
-    found = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", section.group(1) if section else "", re.M)
+    section = re.search(r"Args:\n(.*?)(?:\n\s*\n|\Z)", inspect.getdoc(config) or "", re.S)
+    found = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", section.group(1) if section else "", re.M)
     return {name: " ".join(text.split()) for name, text in found}
 
 

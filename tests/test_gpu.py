@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from tolerances import BFLOAT16_GAP, FLOAT32_GAP
 
 from minisgl import LLM, SamplingParams
-from tolerances import BFLOAT16_GAP, FLOAT32_GAP
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

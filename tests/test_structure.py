@@ -31,6 +31,8 @@ MAY_IMPORT = {
     "llm": None,  # composition roots import what they like
     "launch": None,
     "book": None,
+    "info": None,
+    "replay": None,
     "cli": None,
     "__main__": None,
     "__init__": None,

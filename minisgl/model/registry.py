@@ -64,6 +64,15 @@ def load_model(
     return model.eval()
 
 
+def count_parameters(config: ModelConfig) -> int:
+    """Weights of the model that ``config`` describes, tied ones once. Nothing is allocated. Raises ``ValueError`` as
+    `load_model` does."""
+    check_supported(config, config.max_position_embeddings)
+    with torch.device("meta"):
+        model = _ARCHITECTURES[config.architecture](config, TensorParallel(), config.max_position_embeddings)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 def check_supported(config: ModelConfig, context_len: int) -> None:
     """Raise ``ValueError``, saying what is supported, for what would otherwise be computed wrongly or not at all."""
     if config.architecture not in _ARCHITECTURES:

@@ -129,6 +129,11 @@ class Scheduler:
         return finished
 
     @property
+    def num_steps(self) -> int:
+        """Steps planned so far."""
+        return self._step_id
+
+    @property
     def has_work(self) -> bool:
         """Whether any request has not ended, or still waits for a launched step."""
         return bool(self.requests or self.retiring)
@@ -160,11 +165,11 @@ class Scheduler:
         if len(need) <= self.kv.num_available_pages:
             for row in need.tolist():
                 self._grow(row, int(c.num_tokens[row]))
-            rows = first
-        else:
-            # Not all can grow. The oldest first; who cannot leaves the budget to the next, so that somebody always does.
-            able = (r for r in rows.tolist() if self._is_running(r) and self._make_room(r, int(c.num_tokens[r])))
-            rows = np.array(list(islice(able, draft.budget)), np.int32)
+            draft.add(first, np.ones(len(first), np.int32))
+            return
+        # Not all can grow. The oldest first; who cannot leaves the budget to the next, so that somebody always does.
+        able = (r for r in rows.tolist() if self._is_running(r) and self._make_room(r, int(c.num_tokens[r])))
+        rows = np.array(list(islice(able, draft.budget)), np.int32)
         draft.add(rows, np.ones(len(rows), np.int32))
         draft.drop_unless(self._is_running)
 
@@ -176,11 +181,13 @@ class Scheduler:
             return
         remaining = c.num_tokens[rows] - c.num_computed[rows]
         wanted = np.minimum(remaining, self.config.chunk_size or remaining.max())
+        num_preemptions = self.num_preemptions
         for row, n in zip(rows.tolist(), wanted.tolist(), strict=True):
             n = min(n, draft.budget)
             if n and self._is_running(row) and self._make_room(row, int(c.num_computed[row]) + n):
                 draft.add(np.array([row], np.int32), np.array([n], np.int32))
-        draft.drop_unless(self._is_running)
+        if self.num_preemptions > num_preemptions:
+            draft.drop_unless(self._is_running)
 
     def _admit(self, draft: _Draft) -> None:
         """Give rows and pages to waiting requests, first come, first served."""

@@ -1,0 +1,67 @@
+"""Where a measurement comes from, and how it is written down."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def provenance(device: torch.device) -> dict[str, Any]:
+    """Device, versions, commit, command and date of a measurement made now."""
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    if device.type == "cuda":
+        name, versions["cuda"] = torch.cuda.get_device_name(device), str(torch.version.cuda)
+        driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        if driver:
+            versions["driver"] = driver.splitlines()[0]
+    else:
+        name = f"{_cpu_name()}, {torch.get_num_threads()} threads"
+    return {
+        "device": name,
+        "versions": versions,
+        "commit": _output("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD") or "unknown",
+        "command": " ".join(["minisgl", *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+    }
+
+
+def write_report(path: str | Path, what: str, device: torch.device, results: Mapping[str, Any]) -> None:
+    """Write ``results`` to a JSON file, with `provenance`."""
+    report = {"what": what, **provenance(device), **results}
+    Path(path).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows with the same keys as text, columns aligned."""
+    names = list(rows[0])
+    cells = [names, *[[_number(row[name]) for name in names] for row in rows]]
+    widths = [max(len(line[k]) for line in cells) for k in range(len(names))]
+    return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) for line in cells)
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _output(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
