@@ -339,12 +339,14 @@ def test_a_stream_grows_to_the_whole(llm: LLM, prompts: list[list[int]]) -> None
 
 @pytest.mark.parametrize("num_taken", [0, 1, 3, 8, 9])
 def test_a_stream_closed_early_gives_its_pages_back(llm: LLM, prompts: list[list[int]], num_taken: int) -> None:
-    """A03, A05: before the first token, in the middle, with its last output taken, and after its end. Twice."""
+    """A01, A03, A05: before the first token, in the middle, with its last output taken, and after its end. Twice."""
     stream = llm.stream(prompts[0], greedy(8))
     for _ in range(num_taken):
         next(stream, None)
-    stream.close()
-    stream.close()
+    with counted_steps(llm) as steps:
+        stream.close()
+        stream.close()
+    assert steps == [0], "it was computed to its end"
     assert_idle(llm)
 
 
@@ -374,8 +376,9 @@ def test_streams_side_by_side(llm: LLM, prompts: list[list[int]]) -> None:
         stream.close()
 
 
-def test_a_stream_collected_in_the_middle_of_a_step(llm: LLM, prompts: list[list[int]]) -> None:
+def test_a_stream_collected_in_the_middle_of_a_step(open_llm: Callable[..., LLM], prompts: list[list[int]]) -> None:
     """A08: the garbage collector closes a forgotten stream whenever it likes, also inside somebody's turn."""
+    llm = open_llm()
     stream = llm.stream(prompts[0], greedy(20))
     next(stream)
     cycle: list[Any] = [stream]
@@ -393,8 +396,9 @@ def test_a_stream_collected_in_the_middle_of_a_step(llm: LLM, prompts: list[list
         outputs = with_deadline(lambda: ask(llm, prompts[1], greedy(4)))
     finally:
         gc.enable()
-        del llm.engine.runner.forward
     assert len(outputs[0].token_ids) == 4
+    assert_idle(llm)
+    llm.close()
 
 
 def with_deadline(work: Callable[[], Any], seconds: float = 60) -> Any:
@@ -472,6 +476,26 @@ def test_an_asynchronous_answer_left_early(llm: LLM, prompts: list[list[int]]) -
         assert_idle(llm)
 
     with_deadline(lambda: asyncio.run(leave()))
+
+
+def test_cancelled_while_its_thread_waits_for_a_first_token(
+    open_llm: Callable[..., LLM], prompts: list[list[int]]
+) -> None:
+    """A04: the thread that was sent to wait finds out that nobody waits any more."""
+
+    async def leave(llm: LLM) -> None:
+        answer = llm.async_generate(prompts[0] * 2, greedy(20))
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(anext(answer), 0.005)  # of a hundred steps
+        while llm.engine.has_work:
+            await asyncio.sleep(0.001)
+
+    for overlap in (False, True):
+        with open_llm(chunk_size=1, overlap=overlap) as llm:
+            with counted_steps(llm) as steps:
+                with_deadline(partial(asyncio.run, leave(llm)), 20)
+            assert steps[0] < 90
+            assert_idle(llm)
 
 
 @pytest.mark.parametrize("state", ["queued", "between chunks", "decoding", "just ended", "unknown"])
@@ -560,6 +584,8 @@ def test_ctrl_c_goes_to_whoever_was_there_to_take_it(llm: LLM, prompts: list[lis
         for handler in (lambda number, frame: taken.append(number), signal.SIG_IGN):
             signal.signal(signal.SIGINT, handler)
             assert len(ask(llm, prompts[0], greedy(3))[0].token_ids) == 3
+    except KeyboardInterrupt:
+        pytest.fail("nobody asked for KeyboardInterrupt")
     finally:
         signal.signal(signal.SIGINT, previous)
         del llm.engine.runner.sample
