@@ -417,6 +417,7 @@ class Drive:
     def _check_end(self) -> None:
         kv, config = self.scheduler.kv, self.config
         require(self.finished.keys() == self.truths.keys(), "somebody never ended")
+        require(not (config.admission == "reserve" and self.scheduler.num_preemptions), "preempted despite reservation")
         require(self.engine.is_idle, "a step was launched and never waited for")
         require(self.scheduler.rows.num_free == config.max_running, "a row leaked")
         require(kv.num_available_pages == config.num_pages - 1, "a page is still held")
