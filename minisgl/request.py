@@ -28,7 +28,7 @@ class SamplingParams:
     """How the tokens of one request are chosen and when it ends. Frozen; checked when made.
 
     Args:
-        temperature: 0..1000; 0 takes the most likely token whatever else is set; below 1e-5 counts as 0.
+        temperature: 0 takes the most likely token whatever else is set; below 1e-5 counts as 0.
         top_p: keep the smallest set of tokens whose probabilities sum to at least this; the one that crosses stays.
         top_k: keep this many most likely tokens; 0 or -1 keeps all.
         min_p: keep tokens at least this share as likely as the most likely one.
@@ -79,7 +79,7 @@ class SamplingParams:
     cache_salt: str | None = None
 
     def __post_init__(self) -> None:
-        check_range("temperature", self.temperature, low=0, high=1000)
+        check_range("temperature", self.temperature, low=0)
         check_range("top_p", self.top_p, low=0, high=1, open_low=True)
         check_int("top_k", self.top_k, low=-1)
         check_range("min_p", self.min_p, low=0, high=1)

@@ -35,9 +35,11 @@ def check_range(
     name: str, value: float, *, low: float, high: float = math.inf, open_low: bool = False, open_high: bool = False
 ) -> None:
     """Raise ``ValueError`` unless ``value`` is a finite number between the limits; the message states them."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    # An integer is finite, however large; asking math.isfinite would overflow.
-    finite = number and (isinstance(value, int) or math.isfinite(value))
+    finite = isinstance(value, (int, float)) and not isinstance(value, bool)
+    try:
+        finite = finite and math.isfinite(value)
+    except OverflowError:  # an integer that no float can hold
+        finite = False
     if not finite or value < low or value > high or (open_low and value == low) or (open_high and value == high):
         left = f"{'>' if open_low else '>='} {low:g}" if low != -math.inf else ""
         right = f"{'<' if open_high else '<='} {high:g}" if high != math.inf else ""
