@@ -34,7 +34,7 @@ class EngineMap(SphinxDirective):
         links = {box.room: posixpath.relpath(f"book/api/{box.room}", here) + ".html" for box in BOXES}
         for chapter in chapters:
             if chapter.startswith("notebooks/"):
-                number = int(posixpath.basename(chapter).split("-")[0])
+                number = posixpath.basename(chapter).split("-")[0].lstrip("0")  # of an appendix it is no number
                 links[f"chapter {number}"] = posixpath.relpath(chapter, here) + ".html"
         return [raw(engine_map(links))]
 

@@ -26,6 +26,7 @@ STATES: dict[str, State] = {
     "prefill": State("#4a88dd", "#000000", "P", "prompt tokens that this step computes"),
     "decode": State("#c98500", "#000000", "D", "one new token of a running request"),
     "cached": State("#2a9d72", "#000000", "C", "KV that came from the prefix cache"),
+    "private": State("#7452ff", "#ffffff", "R", "a page that belongs to one running request"),
     "free": State("#717c88", "#000000", "·", "a page or slot that nobody owns"),
     "evicted": State("#bf3fb0", "#ffffff", "×", "a cached page given up for a new owner"),
     "preempted": State("#b9502f", "#ffffff", "!", "a running request sent back to wait; its KV is dropped"),
@@ -52,7 +53,7 @@ def matplotlib_style() -> Iterator[None]:
         {
             "figure.facecolor": "none",
             "axes.facecolor": "none",
-            "axes.prop_cycle": cycler(color=[s.color for s in STATES.values()], marker=list("osD^vX")),
+            "axes.prop_cycle": cycler(color=[s.color for s in STATES.values()], marker=list("osD^vXP")),
             "axes.spines.top": False,
             "axes.spines.right": False,
             "figure.figsize": (7.0, 3.2),

@@ -3,33 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from html import escape
 
 from minisgl.figures.drawing import Drawing, from_matplotlib
-from minisgl.figures.style import STATES, color, ink, matplotlib_style
+from minisgl.figures.marks import WIDTH, axis, cell, legend, step_bar, text
+from minisgl.figures.source import Engine, Recorded, find_trace, name_all
+from minisgl.figures.style import color, matplotlib_style
 from minisgl.trace import Trace
 
-WIDTH = 480  # user units; a phone shows them at three quarters of a pixel, a desk at a little more than one
 WIDE = 40  # a cell with a number in it
-ROW, STRIP = 48, 22  # height of a request's row, and of its strip of cells
+ROW = 48  # height of a request's row: its name, and below it a strip of cells
 BARS = 92  # height of the panel of bars
 
 
-def timeline(trace: Trace, names: Mapping[str, str] | None = None) -> Drawing:
+def timeline(source: Trace | Engine | Recorded, names: Mapping[str, str] | None = None) -> Drawing:
     """One row for each request, one column for each step: what was computed when, and how much.
 
     Columns with prompt tokens are wide enough for their number; a step of decodes only is narrow, each of its cells is
     one token. The bars at the bottom are the step's tokens, all requests together. ``names`` replaces request ids.
     """
+    trace = find_trace(source)
     steps = trace.steps
-    if not steps:
-        raise ValueError("the trace is empty; was the engine made with trace=True?")
     first_step: dict[str, int] = {}
     for k, step in enumerate(steps):
         for request_id in step.request_ids:
             first_step.setdefault(request_id, k)
     order = sorted(first_step, key=lambda r: (trace.arrivals_s.get(r, 0.0), first_step[r]))
-    names = {r: r for r in order} | dict(names or {})
+    names = name_all(order, names)
     cached = {r: n for r, n in trace.cached_tokens.items() if n and r in first_step}
 
     # A column's left edge and width.
@@ -42,11 +41,11 @@ def timeline(trace: Trace, names: Mapping[str, str] | None = None) -> Drawing:
         edges.append(edges[-1] + (unit * count or narrow))
 
     top = 34
-    parts = [_legend(["prefill", "decode", "cached"] if cached else ["prefill", "decode"])]
+    parts = [legend(["prefill", "decode", "cached"] if cached else ["prefill", "decode"])]
     story = []
     for i, request_id in enumerate(order):
         y = top + i * ROW
-        parts.append(_text(0, y + 14, names[request_id], weight=600))
+        parts.append(text(0, y + 14, names[request_id], weight=600))
         begin = edges[first_step[request_id]]
         if begin:
             parts.append(f'<path d="M0 {y + 31}H{begin:g}" stroke="currentColor" stroke-dasharray="2 4" fill="none"/>')
@@ -58,33 +57,27 @@ def timeline(trace: Trace, names: Mapping[str, str] | None = None) -> Drawing:
             num_tokens, x, width = int(step.num_tokens[j]), edges[k], edges[k + 1] - edges[k]
             new += bool(step.samples[j])
             if step.starts[j] >= step.num_prompt_tokens[j]:
-                parts.append(_cell("decode", x, y, width, str(num_tokens) if width > 14 else ""))
+                parts.append(cell("decode", x, y + 20, width, str(num_tokens) if width > 14 else ""))
                 continue
             prompt += num_tokens
             if k == first_step[request_id] and request_id in cached:
-                parts.append(_cell("cached", x, y, unit, str(cached[request_id])))
+                parts.append(cell("cached", x, y + 20, unit, str(cached[request_id])))
                 x, width = x + unit, width - unit
-            parts.append(_cell("prefill", x, y, width, str(num_tokens)))
+            parts.append(cell("prefill", x, y + 20, width, str(num_tokens)))
         known = f" after {cached[request_id]} cached ones" if request_id in cached else ""
         since = steps[first_step[request_id]].step_id
         story.append(f"{names[request_id]}: {prompt} prompt tokens{known} from step {since} on, {new} new")
 
     base = top + len(order) * ROW + BARS
     most = max(int(step.num_tokens.sum()) for step in steps)
-    parts.append(_text(0, base - BARS + 14, "tokens in the step, all requests", weight=600))
+    parts.append(text(0, base - BARS + 14, "tokens in the step, all requests", weight=600))
     for k, step in enumerate(steps):
-        x, y, width = edges[k], float(base), edges[k + 1] - edges[k]
-        for state, n in (("decode", step.num_decode_tokens), ("prefill", step.num_prefill_tokens)):
-            if n:
-                height = max(n / most * (BARS - 44), 1)
-                y -= height
-                size = f'width="{width - 1:.1f}" height="{height:.1f}"'
-                parts.append(f'<rect x="{x:.1f}" y="{y:.1f}" {size} fill="{color(state)}"/>')
+        x, width = edges[k], edges[k + 1] - edges[k]
+        bar, bar_top = step_bar(step, x, width, base, (BARS - 44) / most)
+        parts.append(bar)
         if step.num_prefill_tokens:
-            parts.append(_text(x + width / 2, y - 4, str(int(step.num_tokens.sum())), anchor="middle"))
-    parts.append(f'<path d="M0 {base}H{edges[-1]:g}" stroke="currentColor"/>')
-    parts.append(_text(0, base + 18, f"step {steps[0].step_id}"))
-    parts.append(_text(edges[-1], base + 18, f"step {steps[-1].step_id}", anchor="end"))
+            parts.append(text(x + width / 2, bar_top - 4, str(int(step.num_tokens.sum())), anchor="middle"))
+    parts.append(axis(f"step {steps[0].step_id}", f"step {steps[-1].step_id}", base, edges[-1]))
     alt = f"Timeline of {len(order)} requests over {len(steps)} steps. " + "; ".join(story) + "."
     return Drawing("".join(parts), WIDTH, base + 26, alt)
 
@@ -98,10 +91,10 @@ def positions(trace: Trace, request_id: str) -> Drawing:
     ends = [int(step.starts[j] + step.num_tokens[j]) for step, j in mine]
     left, top = 72, 40
     unit = min((WIDTH - left) / ends[-1], 22)
-    parts = [_legend(["prefill", "decode"]), _text(WIDTH, 17, "position →", anchor="end")]
+    parts = [legend(["prefill", "decode"]), text(WIDTH, 17, "position →", anchor="end")]
     for row, ((step, j), end) in enumerate(zip(mine, ends, strict=True)):
         y, start = top + row * 22, int(step.starts[j])
-        parts.append(_text(0, y + 15, f"step {step.step_id}"))
+        parts.append(text(0, y + 15, f"step {step.step_id}"))
         state = "prefill" if start < step.num_prompt_tokens[j] else "decode"
         for position in range(end):
             box = f'x="{left + position * unit + 1:.1f}" y="{y + 1}" width="{unit - 2:.1f}" height="20" rx="2"'
@@ -128,23 +121,3 @@ def work_per_step(trace: Trace) -> Drawing:
         axes.legend()
         alt = f"Two lines over {len(steps)} steps: tokens computed fall from {computed[0]} to {computed[-1]}, "
         return from_matplotlib(figure, alt + f"tokens of KV read go from {read[0]} to {read[-1]}.")
-
-
-def _legend(states: list[str]) -> str:
-    parts, x = [], 0.0
-    for name in states:
-        parts.append(_cell(name, x, -18, 20, STATES[name].symbol) + _text(x + 28, 17, name))
-        x += 44 + 9 * len(name)
-    return "".join(parts)
-
-
-def _cell(state: str, x: float, y: float, width: float, text: str) -> str:
-    rect = f'<rect x="{x:.1f}" y="{y + 20}" width="{width - 1:.1f}" height="{STRIP}" rx="2" fill="{color(state)}"/>'
-    return rect + (_text(x + (width - 1) / 2, y + 36, text, anchor="middle", fill=ink(state)) if text else "")
-
-
-def _text(
-    x: float, y: float, text: str, *, anchor: str = "start", weight: int = 400, fill: str = "currentColor"
-) -> str:
-    style = f'font-size="15" font-weight="{weight}" text-anchor="{anchor}" fill="{fill}"'
-    return f'<text x="{x:.1f}" y="{y:g}" {style}>{escape(text)}</text>'
