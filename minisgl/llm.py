@@ -270,6 +270,8 @@ class LLM:
             if self._engine is None:
                 return
             device = self._engine.runner.table.device
+            if self._engine.recorder is not None:
+                self._engine.recorder.close()
             self._engine = None
         if device.type == "cuda":
             import torch  # this module needs it for nothing else

@@ -182,8 +182,13 @@ print(detokenizer.push(ids) + detokenizer.finish())
 
 
 def test_importing_the_room_does_not_import_torch() -> None:
-    code = "import sys, minisgl.server; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+    """M12: the oldest transformers of our range do so by themselves; then nothing can be shown."""
+    for module in ("transformers", "minisgl.server"):
+        code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+        imports_torch = subprocess.run([sys.executable, "-c", code], timeout=120).returncode
+        if module == "transformers" and imports_torch:
+            pytest.skip("this transformers imports torch at once")
+        assert not imports_torch
 
 
 def test_public_names_exist() -> None:

@@ -7,6 +7,7 @@ plans the next step; the overlapped one plans and launches step k+1 before it re
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -60,6 +61,7 @@ class EngineCore:
         self.failure: BaseException | None = None
         self._clock = clock
         self._in_flight: _Launched | None = None
+        self._next_check_s = -math.inf  # the idle check is not made before this reading of the clock
 
     @property
     def kv(self) -> KVCacheManager:
@@ -159,7 +161,14 @@ class EngineCore:
         return output
 
     def _check_when_idle(self) -> None:
+        """O13: a failure is logged and the engine goes on. The check walks all pages and the whole tree, so it is made
+        no more often than leaves it a hundredth of the time."""
+        started = self._clock()
+        if started < self._next_check_s:
+            return
         try:
             self.scheduler.check()
         except AssertionError:
             logger.exception("the integrity check failed; the engine goes on")
+        done = self._clock()
+        self._next_check_s = done + 100 * (done - started)

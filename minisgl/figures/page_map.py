@@ -35,10 +35,9 @@ def page_states(scheduler: Scheduler) -> tuple[list[str], list[list[str]]]:
             owners[page].append(request.request_id)
             if i >= holding.num_shared_pages:
                 claims[page].append("private")
-    # The manager says how many pages are in transit, not which: those that nobody claims, if their number agrees.
-    num_unclaimed = sum(not claim for claim in claims[1:])
-    unclaimed = "in transit" if num_unclaimed == kv.num_in_transit_pages else "lost"
-    states = [claim[0] if len(claim) == 1 else "lost" if claim else unclaimed for claim in claims]
+    for page in kv.in_transit_page_ids.tolist():
+        claims[page].append("in transit")
+    states = [claim[0] if len(claim) == 1 else "lost" for claim in claims]
     states[0] = "lost" if claims[0] else "reserved"
     return states, owners
 

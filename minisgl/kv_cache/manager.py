@@ -79,6 +79,11 @@ class KVCacheManager:
         return self.allocator.num_free + self.tree.num_evictable_pages
 
     @property
+    def in_transit_page_ids(self) -> Int32Array:
+        """int32, pages given up that a launched step may still touch."""
+        return np.concatenate([np.zeros(0, np.int32), *(pages for _, pages in self._in_transit)])
+
+    @property
     def num_in_transit_pages(self) -> int:
         """Pages given up that a launched step may still touch."""
         return sum(len(pages) for _, pages in self._in_transit)

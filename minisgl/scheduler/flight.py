@@ -115,7 +115,8 @@ class FlightRecorder:
         self._turn: dict[str, Any] = {}
         if path is not None:
             try:
-                self._file = open(path, "wb")  # noqa: SIM115 (lives as long as the engine)
+                # Unbuffered: what was taken down survives whatever happens to the process.
+                self._file = open(path, "wb", buffering=0)  # noqa: SIM115 (lives as long as the engine)
             except OSError as error:
                 raise ValueError(f"cannot write the flight record: {error}") from None
         self._add(header)
@@ -146,14 +147,12 @@ class FlightRecorder:
         self._turn.update(done=step_id, t=time_s, ids=result.token_ids.tolist(), bad=bad)
 
     def end_turn(self, error: BaseException | None = None) -> None:
-        """Take down the turn; if it ended with an error that too, and make sure that all of it is on disk."""
+        """Take down the turn; if it ended with an error, that too."""
         if self._turn or error is None:
             self._add(Step(**self._turn))
             self._turn = {}
         if error is not None:
             self._add(Failure(f"{type(error).__name__}: {error}"))
-            if self._file is not None:
-                self._file.flush()
 
     def close(self) -> None:
         """No more records."""
