@@ -113,6 +113,7 @@ class FlightRecorder:
         self._file: IO[bytes] | None = None
         self._encoder = msgspec.json.Encoder()
         self._turn: dict[str, Any] = {}
+        self._is_over = False
         if path is not None:
             try:
                 # Unbuffered: what was taken down survives whatever happens to the process.
@@ -147,19 +148,23 @@ class FlightRecorder:
         self._turn.update(done=step_id, t=time_s, ids=result.token_ids.tolist(), bad=bad)
 
     def end_turn(self, error: BaseException | None = None) -> None:
-        """Take down the turn; if it ended with an error, that too."""
+        """Take down the turn; if it ended with an error, that too, and nothing after it."""
         if self._turn or error is None:
             self._add(Step(**self._turn))
             self._turn = {}
         if error is not None:
             self._add(Failure(f"{type(error).__name__}: {error}"))
+            self._is_over = True
 
     def close(self) -> None:
         """No more records."""
+        self._is_over = True
         if self._file is not None:
             self._file.close()
 
     def _add(self, record: Record) -> None:
+        if self._is_over:
+            return
         if self._file is None:
             self.records.append(record)
         else:
