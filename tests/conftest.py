@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from functools import cache
 
 import pytest
 import torch
+
+# Triton decides when it is imported whether it interprets, and transformers, which the next line brings, imports it.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 from checkpoints import Checkpoint, make_checkpoint
 
 # Tensors here are tiny: a second thread would mostly wait, most of all where other processes want the cores too.
 torch.set_num_threads(1)
+
+# A run that was started in the background ignores Ctrl-C, and so would everything that the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
