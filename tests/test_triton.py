@@ -1,0 +1,221 @@
+"""The Triton kernels against float64 and their plain twins: compiled where there is a CUDA device, else interpreted.
+
+Outputs are NaN before a kernel writes them, and so is whatever it has no business to read.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from builders import make_batch, make_pages
+from torch import Tensor
+
+# `conftest` makes it interpret where there is no CUDA device.
+triton = pytest.importorskip("triton", reason="triton is there for Linux only")
+
+from minisgl import LLM, SamplingParams  # noqa: E402
+from minisgl.engine.attention import load_attention  # noqa: E402
+from minisgl.engine.attention.triton_backend import TritonAttention, TritonPlan  # noqa: E402
+from minisgl.forward import ForwardBatch  # noqa: E402
+from minisgl.kernels.triton_attention import choose_num_splits, decode_attention, prefill_attention  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NAN = float("nan")
+# Rounding of the result (half a unit in the last place), and of the weights before they meet V.
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def exact_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Of one request, in float64."""
+    (num_q, heads, _), num_k = q.shape, k.shape[0]
+    k, v = (x.double().repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
+    hidden = torch.ones(num_q, num_k, dtype=torch.bool, device=q.device).triu(num_k - num_q + 1)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v)
+
+
+class Step:
+    """A batch with random queries, a cache that is NaN wherever no request has a token, and the float64 result."""
+
+    def __init__(
+        self,
+        new: Sequence[int],
+        computed: Sequence[int],
+        *,
+        page_size: int = 16,
+        heads: int = 4,
+        kv_heads: int = 2,
+        dim: int = 16,
+        dtype: torch.dtype = torch.float32,
+        scale: float = 0.3,
+    ) -> None:
+        lengths = [n + done for n, done in zip(new, computed, strict=True)]
+        pages = make_pages(len(new), pages_each=-(-max(lengths) // page_size), seed=4)
+        self.batch = make_batch(
+            [[0] * n for n in new], computed=computed, pages=pages, page_size=page_size, device=DEVICE
+        )
+        self.scale = scale
+        self.q = randn(self.batch.num_tokens, heads, dim, seed=9, dtype=dtype)
+        self.kv = torch.full((2, 1 + sum(map(len, pages)), page_size, kv_heads, dim), NAN, dtype=dtype, device=DEVICE)
+        exact, start = [], 0
+        for i, length in enumerate(lengths):
+            own = randn(2, length, kv_heads, dim, seed=100 + i, dtype=dtype)
+            where = torch.arange(length)
+            self.kv[:, torch.tensor(pages[i])[where // page_size], where % page_size] = own
+            exact.append(exact_attention(self.q[start : start + new[i]], *own, scale))
+            start += new[i]
+        self.exact = torch.cat(exact)
+        self.tables = (self.batch.page_table, self.batch.cu_seqlens_q, self.batch.seq_lens)
+
+    def new_out(self) -> Tensor:
+        return torch.full_like(self.q, NAN)
+
+    def check(self, out: Tensor) -> None:
+        assert out.dtype == self.q.dtype
+        tolerance = TOLERANCE[out.dtype]
+        torch.testing.assert_close(out.double(), self.exact, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_decode_at_the_edges_of_pages_and_splits(page_size: int, num_splits: int) -> None:
+    lengths = sorted({1, 15, 16, 17, 63, 64, 65, 130})
+    step = Step([1] * len(lengths), [n - 1 for n in lengths], page_size=page_size, heads=3, kv_heads=1)
+    counters, out = torch.zeros(64, dtype=torch.int32, device=DEVICE), step.new_out()
+    for _ in range(2):  # the second launch finds the counters as the first one did
+        out.fill_(NAN)
+        decode_attention(
+            step.q, step.kv, out, *step.tables, counters, scale=step.scale, num_splits=num_splits, block_k=16
+        )
+        step.check(out)
+        assert not counters.any()
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_prefill_with_and_without_a_prefix(page_size: int) -> None:
+    """Chunks and prefixes that end before, at and behind a page's end; single tokens among them."""
+    step = Step([1, 15, 16, 17, 1, 33, 5], [0, 0, 1, 15, 64, 16, 111], page_size=page_size)
+    out = step.new_out()
+    prefill_attention(step.q, step.kv, out, *step.tables, scale=step.scale, block_m=32, block_k=32)
+    step.check(out)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+def test_any_head_dim_and_dtype(dim: int, dtype: torch.dtype) -> None:
+    step = Step([1, 19], [40, 3], dim=dim, dtype=dtype, scale=dim**-0.5, kv_heads=1, heads=2)
+    attention = TritonAttention(DEVICE)
+    step.check(run(attention, step))
+
+
+@pytest.mark.parametrize("group", range(1, 9))
+def test_any_group(group: int) -> None:
+    """Also groups that do not divide a tile: some of its rows are then empty."""
+    step = Step([1, 19, 1], [40, 3, 7], heads=2 * group, kv_heads=2)
+    step.check(run(TritonAttention(DEVICE), step))
+
+
+def run(attention: TritonAttention, step: Step, batch: ForwardBatch | None = None) -> Tensor:
+    batch = step.batch if batch is None else batch
+    return attention.forward(step.q, step.kv, replace(batch, attn_metadata=attention.plan(batch)), scale=step.scale)
+
+
+@pytest.mark.parametrize(
+    ("new", "plan"),
+    [([1, 1], TritonPlan(False, True)), ([3, 3], TritonPlan(True, False)), ([1, 4], TritonPlan(True, True))],
+)
+def test_the_plan_names_the_kernels_that_a_step_needs(new: list[int], plan: TritonPlan) -> None:
+    step, attention = Step(new, [70, 600]), TritonAttention(DEVICE)
+    assert attention.plan(step.batch) == plan
+    step.check(run(attention, step))
+
+
+def test_queries_may_be_a_view_of_the_merged_projection() -> None:
+    step = Step([1, 5], [3, 20])
+    merged = torch.cat((step.q, randn(step.q.shape[0], 4, 16)), dim=1)
+    step.q = merged[:, :4]
+    step.check(run(TritonAttention(DEVICE), step))
+
+
+def test_kernels_leave_what_is_not_theirs() -> None:
+    step = Step([1, 4, 1], [5, 2, 0])
+    single = torch.tensor([True, False, False, False, False, True], device=DEVICE)
+    out = step.new_out()
+    prefill_attention(step.q, step.kv, out, *step.tables, scale=step.scale, min_new=2)
+    assert torch.equal(out.isnan().flatten(1).all(1), single)
+    out = step.new_out()
+    decode_attention(step.q, step.kv, out, *step.tables, scale=step.scale)
+    assert torch.equal(out.isnan().flatten(1).all(1), ~single)
+
+
+def test_a_request_of_length_0_gets_zeros() -> None:
+    """As padding of a graph: one new token on paper, none in the cache."""
+    step = Step([1, 1], [20, 30])
+    lengths = torch.tensor([21, 0], dtype=torch.int32, device=DEVICE)
+    out = step.new_out()
+    decode_attention(step.q, step.kv, out, *step.tables[:2], lengths, scale=step.scale)
+    assert not out[1].any()
+    torch.testing.assert_close(out[0].double(), step.exact[0], atol=2e-6, rtol=2e-6)
+
+
+def test_neither_plan_nor_forward_reads_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, attention, reads = Step([1, 5], [3, 20]), TritonAttention(DEVICE), []
+    planned = replace(step.batch, attn_metadata=attention.plan(step.batch))
+    attention.forward(step.q, step.kv, planned, scale=1.0)  # compiles
+    if DEVICE == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    else:  # the interpreter itself reads, so only plan can be watched
+        for name in ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__index__", "nonzero"):
+            monkeypatch.setattr(Tensor, name, lambda *a, _n=name, **k: reads.append(_n))
+    try:
+        attention.plan(step.batch)
+        if DEVICE == "cuda":
+            attention.forward(step.q, step.kv, planned, scale=1.0)
+    finally:
+        if DEVICE == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    assert not reads
+
+
+def test_splits_fill_the_device_and_no_more() -> None:
+    assert choose_num_splits(8, 100_000, num_programs=512) == 64
+    assert choose_num_splits(8, 1000, num_programs=512) == 4
+    assert choose_num_splits(8, 1, num_programs=512) == 1
+    assert choose_num_splits(2048, 100_000, num_programs=512) == 1
+
+
+def test_the_backend_is_chosen_by_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(load_attention("triton", device=DEVICE), TritonAttention)
+    assert not isinstance(load_attention("auto", device=DEVICE), TritonAttention)
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    with pytest.raises(ValueError, match=r"attention 'triton' needs a CUDA device \(or TRITON_INTERPRET=1\)"):
+        load_attention("triton", device="cpu")
+
+
+def test_without_triton_only_its_backend_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "minisgl.engine.attention.triton_backend")
+    monkeypatch.setitem(sys.modules, "triton", None)
+    load_attention("auto", device=DEVICE)
+    with pytest.raises(ValueError, match="needs the package triton"):
+        load_attention("triton", device=DEVICE)
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_greedy_tokens_equal_those_of_the_torch_backend(page_size: int) -> None:
+    prompts = ["Once upon a time there was a little fox", "The", "What is 7 + 5?"]
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    tokens = {}
+    for name in ("torch", "triton"):
+        with LLM(
+            "tiny", attention=name, device=DEVICE, dtype="float32", page_size=page_size, num_pages=40, chunk_size=8
+        ) as llm:
+            tokens[name] = [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+    assert tokens["triton"] == tokens["torch"]
