@@ -21,6 +21,9 @@ from minisgl import LLM, SamplingParams  # noqa: E402
 from minisgl.engine.attention import load_attention  # noqa: E402
 from minisgl.engine.attention.triton_backend import TritonAttention, TritonPlan  # noqa: E402
 from minisgl.forward import ForwardBatch  # noqa: E402
+from minisgl.kernels import triton_elementwise  # noqa: E402
+from minisgl.kernels.kv import store_kv  # noqa: E402
+from minisgl.kernels.rotary import apply_rotary  # noqa: E402
 from minisgl.kernels.triton_attention import choose_num_splits, decode_attention, prefill_attention  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -219,3 +222,106 @@ def test_greedy_tokens_equal_those_of_the_torch_backend(page_size: int) -> None:
         ) as llm:
             tokens[name] = [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
     assert tokens["triton"] == tokens["torch"]
+
+
+# -- the small kernels of a layer --
+
+# float32: sums in another order. Half precision: each rounding by one unit in the last place, since the interpreter
+# cuts bfloat16 off where a device rounds.
+CLOSE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What kernels get from ``torch.empty`` is NaN until they write it."""
+    true = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: true(*a, **k).fill_(NAN))
+
+
+def close(got: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
+    assert got.dtype == dtype and got.shape == exact.shape
+    torch.testing.assert_close(got.double(), exact.double(), atol=CLOSE[dtype], rtol=CLOSE[dtype])
+
+
+def exact_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
+    return x.double() * (x.double().square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
+
+
+@pytest.mark.parametrize("dtype", CLOSE)
+@pytest.mark.parametrize(("rows", "size"), [(1, 48), (5, 1000), (3, 1024)])
+def test_norms_equal_float64(monkeypatch: pytest.MonkeyPatch, rows: int, size: int, dtype: torch.dtype) -> None:
+    x, residual = randn(rows, size + 3, dtype=dtype)[:, :size], randn(rows, size, seed=1, dtype=dtype)
+    weight, before = randn(size, seed=2, dtype=dtype), residual.clone()
+    poison(monkeypatch)
+    close(triton_elementwise.rms_norm(x, weight, 1e-5), exact_norm(x, weight), dtype)
+    normed, total = triton_elementwise.add_rms_norm(x, residual, weight, 1e-5)
+    close(total, x.double() + residual.double(), dtype)
+    close(normed, exact_norm(total, weight), dtype)
+    assert torch.equal(residual, before)
+
+
+def test_rms_norm_of_heads_and_of_nothing() -> None:
+    x, weight = randn(3, 4, 16), randn(16, seed=1)
+    close(triton_elementwise.rms_norm(x, weight, 1e-5), exact_norm(x, weight), torch.float32)
+    assert triton_elementwise.rms_norm(x[:0], weight, 1e-5).shape == (0, 4, 16)
+
+
+@pytest.mark.parametrize("dtype", CLOSE)
+@pytest.mark.parametrize("size", [12, 1500])
+def test_silu_and_mul_equals_float64(monkeypatch: pytest.MonkeyPatch, size: int, dtype: torch.dtype) -> None:
+    x = randn(3, 2 * size, dtype=dtype) * 4
+    gate, up = x[:, :size].double(), x[:, size:].double()
+    poison(monkeypatch)
+    close(triton_elementwise.silu_and_mul(x), gate * gate.sigmoid() * up, dtype)
+
+
+@pytest.mark.parametrize("dtype", CLOSE)
+@pytest.mark.parametrize(("dim", "pairs"), [(16, 8), (80, 40), (80, 20), (96, 48), (256, 32)])
+@pytest.mark.parametrize("norm", [True, False])
+def test_norm_rotary_store_is_the_composition_of_its_twins(
+    monkeypatch: pytest.MonkeyPatch, dim: int, pairs: int, dtype: torch.dtype, norm: bool
+) -> None:
+    """q, k, v as views of the merged projection. The twins run in float64; slots that nobody names stay as they are."""
+    heads, kv_heads, tokens = 3, 1, 4
+    merged = randn(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype).view(tokens, -1, dim)
+    q, k, v = merged.split((heads, kv_heads, kv_heads), dim=1)
+    weights = [randn(dim, seed=seed, dtype=dtype) if norm else None for seed in (1, 2)]
+    angles = randn(tokens, pairs, seed=3) * 3
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    slots = torch.tensor([4 * 3 + 1, 4 * 1 + 3, 4 * 4, 5], device=DEVICE)
+    kv = torch.full((2, 5, 4, kv_heads, dim), NAN, dtype=dtype, device=DEVICE)
+
+    expected_kv, turned = kv.double(), []
+    for x, weight in zip((q, k), weights, strict=True):
+        turned.append(x.double() if weight is None else exact_norm(x, weight))
+    expected_q, expected_k = apply_rotary(*turned, cos.double(), sin.double())
+    store_kv(expected_k, v.double(), expected_kv, slots)
+
+    poison(monkeypatch)
+    out = triton_elementwise.norm_rotary_store(q, k, v, *weights, 1e-5, cos, sin, kv, slots)
+    # Up to three roundings of products of three factors: errors are relative to the factors, not to their sum.
+    tolerance = 4 * CLOSE[dtype]
+    torch.testing.assert_close(out.double(), expected_q, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(kv.double(), expected_kv, atol=tolerance, rtol=tolerance, equal_nan=True)
+    assert torch.equal(kv[1].flatten(0, 1)[slots], v)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64])
+@pytest.mark.parametrize("page_size", [1, 3])
+def test_copy_pages_reads_before_it_writes(page_size: int, ids: torch.dtype, dtype: torch.dtype) -> None:
+    """1 -> 2 -> 3 in one call, in all layers; odd sizes of pages."""
+    layers = [randn(2, 6, page_size, 1, 37, seed=seed, dtype=dtype) for seed in range(3)]
+    before = [kv.clone() for kv in layers]
+    triton_elementwise.copy_pages(layers, torch.tensor([[1, 2], [2, 3], [4, 1]], dtype=ids, device=DEVICE))
+    for kv, old in zip(layers, before, strict=True):
+        assert torch.equal(kv, old[:, [0, 4, 1, 2, 4, 5]])
+
+
+def test_copy_pages_of_nothing_and_of_many() -> None:
+    kv = randn(2, 600, 2, 2, 8)
+    before = kv.clone()
+    triton_elementwise.copy_pages([kv], torch.empty((0, 2), dtype=torch.int32, device=DEVICE))
+    assert torch.equal(kv, before)
+    ring = torch.stack((torch.arange(1, 600), torch.arange(1, 600).roll(-1)), dim=1).to(DEVICE)
+    triton_elementwise.copy_pages([kv], ring, addresses=triton_elementwise.layer_addresses([kv]))
+    assert torch.equal(kv[:, 2:], before[:, 1:-1]) and torch.equal(kv[:, 1], before[:, -1])
