@@ -19,6 +19,8 @@ from minisgl import __version__
 from minisgl.config import EngineConfig
 from minisgl.replay import replay
 from minisgl.request import RequestOutput, SamplingParams
+from minisgl.scheduler.what_if import parse_changes
+from minisgl.utils import check_int
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         return int(args.run(args))
-    except (ValueError, RuntimeError, OSError) as error:
+    except (ValueError, RuntimeError, OSError, MemoryError) as error:
         print(f"minisgl: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -53,10 +55,10 @@ def _parser() -> argparse.ArgumentParser:
 
     book = _command(commands, "book", _book, "build the book, run its notebooks, and serve it on this machine")
     book.add_argument("--check", action="store_true", help="do all but serve")
-    book.add_argument("--port", type=int, default=0, help="port on 127.0.0.1; 0 takes a free one")
+    book.add_argument("--port", type=_integer(0, 65535), default=0, help="port on 127.0.0.1; 0 takes a free one")
     replay_ = _command(commands, "replay", _replay, "play a flight record again, and look into it")
     replay_.add_argument("file", help="what --record wrote")
-    replay_.add_argument("--step", type=int, metavar="N", help="print queue, rows, pages and tree after step N")
+    replay_.add_argument("--step", type=_integer(0), metavar="N", help="print queue, rows, pages and tree after step N")
     replay_.add_argument(
         "--what-if", action="append", default=[], metavar="FIELD=VALUE",
         help="the same arrivals under another policy, such as order=prefill_first; may be repeated",
@@ -72,13 +74,15 @@ def _parser() -> argparse.ArgumentParser:
         metavar="WHAT", required=True
     )
     offline = _command(bench, "offline", _bench_offline, "throughput of a batch of random prompts")
-    offline.add_argument("--num-requests", type=int, default=64, metavar="N", help="prompts (default: 64)")
+    offline.add_argument("--num-requests", type=_integer(1), default=64, metavar="N", help="prompts (default: 64)")
     for name in ("input", "output"):
         offline.add_argument(
-            f"--{name}-len", type=int, nargs=2, default=(100, 1024), metavar=("MIN", "MAX"),
+            f"--{name}-len", type=_integer(1), nargs=2, default=(100, 1024), metavar=("MIN", "MAX"),
             help="tokens, between these two (default: 100 1024)",
         )  # fmt: skip
-    offline.add_argument("--repeats", type=int, default=3, metavar="N", help="measured runs of each (default: 3)")
+    offline.add_argument(
+        "--repeats", type=_integer(1), default=3, metavar="N", help="measured runs of each (default: 3)"
+    )
     offline.add_argument(
         "--compare", action="append", default=[], choices=["plain loop", "recorded", "no prefix cache"],
         help="also measure this variant; may be repeated",
@@ -146,6 +150,10 @@ def _book(args: argparse.Namespace) -> int:
 
 
 def _replay(args: argparse.Namespace) -> int:
+    try:
+        parse_changes(args.what_if)
+    except ValueError as error:
+        args.parser.error(f"argument --what-if: {error}")
     return replay(
         args.file, step=args.step, changes=args.what_if, bisect=args.bisect is not None, perfetto=args.perfetto
     )
@@ -162,6 +170,9 @@ def _info(args: argparse.Namespace) -> int:
 def _bench_offline(args: argparse.Namespace) -> int:
     from minisgl.benchmark.offline import bench_offline  # draws in torch
 
+    for name, (low, high) in {"input": args.input_len, "output": args.output_len}.items():
+        if low > high:
+            args.parser.error(f"argument --{name}-len: MIN must be at most MAX, got {low} {high}")
     bench_offline(
         _options(_from_args(EngineConfig, args)),
         num_requests=args.num_requests,
@@ -231,6 +242,23 @@ def _add_fields(
         else:
             action = "append" if many else "store"
             group.add_argument(flag, type=kind, action=action, metavar=kind.__name__.upper(), **options)
+
+
+def _integer(low: int, high: int | None = None) -> Callable[[str], int]:
+    """A parser of integers within these limits."""
+
+    def parse(text: str) -> int:
+        try:
+            value: object = int(text)
+        except ValueError:
+            value = text
+        try:
+            check_int("the value", value, low=low, high=high)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        return int(text)
+
+    return parse
 
 
 def _kind(hint: Any) -> tuple[Any, bool]:

@@ -7,12 +7,13 @@ Chapter 1 tells this module's story. All three are frozen. `EngineConfig` holds 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from minisgl.utils import ceil_div, check_int, check_range
+from minisgl.utils import as_plain, ceil_div, check_int, check_range
 
 Order = Literal["prefill_first", "decode_first", "mixed"]
 Waiting = Literal["fcfs"]
@@ -25,12 +26,12 @@ LoadFormat = Literal["auto", "dummy"]
 _INTEGERS: dict[str, tuple[int, int | None]] = {
     "tp": (1, 1024),
     "page_size": (1, 1024),
-    "num_pages": (2, None),
-    "max_model_len": (2, None),
+    "num_pages": (2, 2**31 - 1),
+    "max_model_len": (2, 2**31 - 1),
     "max_running": (1, 65536),
-    "max_num_batched_tokens": (1, None),
-    "chunk_size": (1, None),
-    "cuda_graph_max_bs": (0, None),
+    "max_num_batched_tokens": (1, 2**31 - 1),
+    "chunk_size": (1, 2**31 - 1),
+    "cuda_graph_max_bs": (0, 2**31 - 1),
     "seed": (0, 2**63 - 1),
 }
 _CHOICES: dict[str, Any] = {
@@ -41,12 +42,15 @@ _CHOICES: dict[str, Any] = {
     "admission": Admission,
 }
 _SWITCHES = ("prefix_cache", "overlap", "trace", "strict")
+_TEXTS = ("model", "device", "attention", "record")
 
 
 def _check_fields(config: Any) -> None:
-    """Raise ``ValueError`` for a field out of its range; None is allowed where it is the default."""
+    """Raise ``ValueError`` for a field out of its range; None is allowed where it is the default. A number of numpy's
+    becomes Python's."""
     for f in fields(config):
-        value = getattr(config, f.name)
+        value = as_plain(getattr(config, f.name))
+        object.__setattr__(config, f.name, value)
         if value is None and (f.default is None or "None" in str(f.type)):
             continue
         if f.name in _INTEGERS:
@@ -57,6 +61,8 @@ def _check_fields(config: Any) -> None:
             raise ValueError(f"{f.name} must be one of {allowed}, got {value!r}")
         elif f.name in _SWITCHES and not isinstance(value, bool):
             raise ValueError(f"{f.name} must be True or False, got {value!r}")
+        elif f.name in _TEXTS and not isinstance(value, (str, os.PathLike)):
+            raise ValueError(f"{f.name} must be a string, got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,36 +214,46 @@ class ModelConfig:
     def from_folder(cls, folder: str | Path) -> ModelConfig:
         """Read ``config.json`` and, if there, ``generation_config.json``. Raises ``ValueError`` for a missing or broken
         file and for a missing key."""
-        path = Path(folder) / "config.json"
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ValueError(f"{folder} is not a checkpoint: it has no config.json") from None
-        except (OSError, ValueError) as error:
-            raise ValueError(f"cannot read {path}: {error}") from None
-        generation = Path(folder) / "generation_config.json"
-        more = json.loads(generation.read_text(encoding="utf-8")) if generation.is_file() else {}
-        return cls.from_dict(raw, more)
+        folder = Path(folder)
+        if not (folder / "config.json").exists():
+            raise ValueError(f"{folder} is not a checkpoint: it has no config.json")
+        generation = folder / "generation_config.json"
+        return cls.from_dict(_read_json(folder / "config.json"), _read_json(generation) if generation.exists() else {})
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
-        """The same from parsed JSON. Raises ``ValueError`` naming a key that is missing."""
+        """The same from parsed JSON. Raises ``ValueError`` naming a key that is missing or makes no sense."""
+        if not isinstance(raw, Mapping) or not isinstance(generation or {}, Mapping):
+            raise ValueError("config.json and generation_config.json must hold JSON objects")
+
+        def integer(key: str, default: int | None = None, high: int = 2**31 - 1) -> int:
+            value = raw[key] if default is None or raw.get(key) is not None else default
+            check_int(f"config.json: {key}", value, low=1, high=high)
+            return int(value)
+
+        architectures = raw.get("architectures") or ["unknown"]
+        if not isinstance(architectures, list):
+            raise ValueError(f"config.json: architectures must be a list of names, got {architectures!r}")
+        rms_norm_eps = raw.get("rms_norm_eps", 1e-6)
+        check_range("config.json: rms_norm_eps", rms_norm_eps, low=0)
         try:
-            heads = int(raw["num_attention_heads"])
-            hidden = int(raw["hidden_size"])
-            head_dim = int(raw.get("head_dim") or hidden // heads)
+            heads, hidden = integer("num_attention_heads"), integer("hidden_size")
+            kv_heads = integer("num_key_value_heads", heads)
+            if heads % kv_heads:
+                raise ValueError(f"{heads} attention heads cannot share {kv_heads} KV heads evenly")
+            head_dim = integer("head_dim", hidden // heads)
             return cls(
-                architecture=str((raw.get("architectures") or ["unknown"])[0]),
-                vocab_size=int(raw["vocab_size"]),
+                architecture=str(architectures[0]),
+                vocab_size=integer("vocab_size"),
                 hidden_size=hidden,
-                intermediate_size=int(raw["intermediate_size"]),
-                num_layers=int(raw["num_hidden_layers"]),
+                intermediate_size=integer("intermediate_size"),
+                num_layers=integer("num_hidden_layers", high=10_000),
                 num_heads=heads,
-                num_kv_heads=int(raw.get("num_key_value_heads") or heads),
+                num_kv_heads=kv_heads,
                 head_dim=head_dim,
-                rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+                rms_norm_eps=float(rms_norm_eps),
                 rope=_rope(raw, head_dim),
-                max_position_embeddings=int(raw["max_position_embeddings"]),
+                max_position_embeddings=integer("max_position_embeddings"),
                 tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
                 attention_bias=bool(raw.get("attention_bias", False)),
                 mlp_bias=bool(raw.get("mlp_bias", False)),
@@ -254,13 +270,25 @@ class ModelConfig:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
 
 
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read {path}: {error}") from None
+
+
 def _rope(raw: Mapping[str, Any], head_dim: int) -> RopeConfig:
     """transformers 5 writes ``rope_parameters``; transformers 4 ``rope_theta`` beside ``rope_scaling``."""
-    section = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    section = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(section, Mapping):
+        raise ValueError(f"config.json: rope_parameters must be an object, got {section!r}")
+    section = dict(section)
     theta = section.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0
+    check_range("config.json: rope_theta", theta, low=0, open_low=True)
     rope_type = section.pop("rope_type", None) or section.pop("type", None) or "default"
     section.pop("type", None)
     share = section.pop("partial_rotary_factor", None) or raw.get("partial_rotary_factor") or 1.0
+    check_range("config.json: partial_rotary_factor", share, low=0, high=1, open_low=True)
     rotary_dim = int(head_dim * share)
     if "original_max_position_embeddings" in raw:
         section["original_max_position_embeddings"] = raw["original_max_position_embeddings"]
@@ -278,10 +306,12 @@ def _sliding_window(raw: Mapping[str, Any]) -> int | None:
         windowed = "sliding_attention" in types if types else raw.get("max_window_layers", 0) < raw["num_hidden_layers"]
         if not windowed:
             return None
+    check_int("config.json: sliding_window", window, low=1)
     return int(window)
 
 
 def _ids(value: Any) -> frozenset[int]:
-    if value is None:
-        return frozenset()
-    return frozenset(int(v) for v in value) if isinstance(value, (list, tuple)) else frozenset({int(value)})
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(i, int) for i in ids):
+        raise ValueError(f"eos_token_id must be a token id or a list of them, got {value!r}")
+    return frozenset(ids)

@@ -7,7 +7,7 @@ import os
 import torch
 
 from minisgl.config import EngineConfig, ModelConfig
-from minisgl.launch import CPU_POOL_SHARE, find_device, find_dtype, find_model
+from minisgl.launch import CPU_POOL_SHARE, find_context, find_device, find_dtype, find_model
 from minisgl.model.registry import count_parameters
 
 
@@ -30,7 +30,7 @@ def info(config: EngineConfig) -> str:
     else:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         pool, where = total * config.memory_fraction * CPU_POOL_SHARE, "CPU"
-    context = config.max_model_len or model.max_position_embeddings
+    context = find_context(config, model)
     num_tokens = max(0, int(pool // token_bytes))
     name = str(dtype).removeprefix("torch.")
     rope = model.rope

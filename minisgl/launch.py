@@ -54,13 +54,14 @@ def load_engine(config: EngineConfig, *, progress: bool = False) -> LoadedEngine
     tokenizer = load_tokenizer(folder)
     dtype = find_dtype(config, model_config, device)
     attention = load_attention(config.attention, device=device)
+    context = find_context(config, model_config)
     model = load_model(
         model_config,
         folder,
         device=device,
         dtype=dtype,
         load_format=config.load_format,
-        max_model_len=config.max_model_len,
+        max_model_len=context,
         progress=progress,
     )
     sizes = size_pool(config, model, device, dtype)
@@ -124,6 +125,16 @@ def find_dtype(config: EngineConfig, model_config: ModelConfig, device: torch.de
     return dtype
 
 
+def find_context(config: EngineConfig, model_config: ModelConfig) -> int:
+    """The longest prompt plus output, before the pool has a say: what is asked for, else the model's. Raises
+    ``ValueError`` for more than the model's."""
+    most = model_config.max_position_embeddings
+    context = config.max_model_len or most
+    if context > most:
+        raise ValueError(f"max_model_len {context} is beyond the model's context of {most} tokens")
+    return context
+
+
 def find_model(name: str) -> Path:
     """The folder of a model: the bundled one for "tiny", a folder, or a download from the hub.
 
@@ -151,11 +162,7 @@ def size_pool(config: EngineConfig, model: CausalLM, device: torch.device, dtype
     """
     shape = model.config
     page_size = config.page_size or (64 if device.type == "cuda" else 16)
-    context = config.max_model_len or shape.max_position_embeddings
-    if context > shape.max_position_embeddings:
-        raise ValueError(
-            f"max_model_len {context} is beyond the model's context of {shape.max_position_embeddings} tokens"
-        )
+    context = find_context(config, shape)
     token_bytes = shape.kv_bytes_per_token(dtype.itemsize)
     num_pages = config.num_pages
     if num_pages is None:
@@ -165,6 +172,9 @@ def size_pool(config: EngineConfig, model: CausalLM, device: torch.device, dtype
         if num_pages < 2:
             raise ValueError(f"no memory for KV: {num_bytes / 2**30:.2f} GiB are left, a page takes "
                              f"{token_bytes * page_size / 2**20:.2f} MiB")  # fmt: skip
+    elif num_pages * page_size * token_bytes > (there := _device_bytes(device)):
+        raise ValueError(f"num_pages {num_pages} takes {num_pages * page_size * token_bytes / 2**30:.4g} GiB; "
+                         f"the whole device has {there / 2**30:.4g}")  # fmt: skip
     pool = (num_pages - 1) * page_size
     return SchedulerConfig(
         page_size=page_size,
@@ -180,10 +190,16 @@ def size_pool(config: EngineConfig, model: CausalLM, device: torch.device, dtype
     )
 
 
+def _device_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def _pool_bytes(config: EngineConfig, model: CausalLM, device: torch.device, dtype: torch.dtype) -> float:
     """Bytes for KV: on CUDA what weights and the largest step leave of the allowed share, elsewhere a share of RAM."""
     if device.type != "cuda":
-        return CPU_POOL_SHARE * config.memory_fraction * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return CPU_POOL_SHARE * config.memory_fraction * _device_bytes(device)
     free, total = torch.cuda.mem_get_info(device)
     shape, tokens = model.config, config.max_num_batched_tokens
     # An estimate of the largest step: a few copies of the widest activations, and float32 logits of every row.

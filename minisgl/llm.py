@@ -113,6 +113,9 @@ class LLM:
             messages: dicts with ``role`` and ``content``.
             tools: descriptions in OpenAI's format, for the template.
         """
+        if not isinstance(messages, Iterable) or isinstance(messages, (str, bytes, Mapping)):
+            raise ValueError(f"messages must be one conversation or a list of them, got {type(messages).__name__}")
+        messages = list(messages)
         one = len(messages) > 0 and isinstance(messages[0], Mapping)
         conversations: Any = [messages] if one else messages
         texts = [self.tokenizer.render_chat(c, tools=tools) for c in conversations]
@@ -291,7 +294,9 @@ def _list_of_prompts(prompts: Any) -> list[Any]:
         return [prompts]
     if not isinstance(prompts, Iterable) or isinstance(prompts, (bytes, Mapping)):
         raise ValueError(f"prompts must be texts or lists of token ids, got {type(prompts).__name__}")
-    prompts = list(prompts)
+    prompts = prompts.tolist() if isinstance(prompts, np.ndarray) else list(prompts)
+    if not isinstance(prompts, list):  # an array without dimensions
+        raise ValueError(f"prompts must be texts or lists of token ids, got {prompts!r}")
     if prompts and all(isinstance(p, (int, np.integer)) and not isinstance(p, bool) for p in prompts):
         return [prompts]
     for prompt in prompts:

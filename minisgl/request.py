@@ -6,15 +6,15 @@ only by the scheduler; `RequestOutput` is a snapshot for the user.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from minisgl.utils import Int32Array, check_int, check_range
+from minisgl.utils import Int32Array, as_plain, check_int, check_range
 
 Float32Array = npt.NDArray[np.float32]
 
@@ -79,6 +79,8 @@ class SamplingParams:
     cache_salt: str | None = None
 
     def __post_init__(self) -> None:
+        for f in fields(self):
+            object.__setattr__(self, f.name, as_plain(getattr(self, f.name)))
         check_range("temperature", self.temperature, low=0)
         check_range("top_p", self.top_p, low=0, high=1, open_low=True)
         check_int("top_k", self.top_k, low=-1)
@@ -101,16 +103,16 @@ class SamplingParams:
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        if self.cache_salt is not None and not isinstance(self.cache_salt, str):
-            raise ValueError(f"cache_salt must be a string, got {self.cache_salt!r}")
+        if self.cache_salt is not None and not _is_text(self.cache_salt):
+            raise ValueError(f"cache_salt must be a string of Unicode text, got {self.cache_salt!r}")
         # Collections are copied into immutable ones, so that nobody changes them behind the engine's back.
-        stop = (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop or ())
-        if not all(isinstance(s, str) and s for s in stop):
-            raise ValueError("stop must be a string or strings, none of them empty")
+        stop = (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop)
+        if not all(_is_text(s) and s for s in stop):
+            raise ValueError("stop must be a string or strings of Unicode text, none of them empty")
         if len(stop) > MAX_STOP_STRINGS:
             raise ValueError(f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(stop)}")
         object.__setattr__(self, "stop", stop)
-        stop_token_ids = _tuple("stop_token_ids", self.stop_token_ids or ())
+        stop_token_ids = _tuple("stop_token_ids", self.stop_token_ids)
         for token_id in stop_token_ids:
             check_int("stop_token_ids", token_id, low=0, high=2**31 - 1)
         object.__setattr__(self, "stop_token_ids", stop_token_ids)
@@ -129,7 +131,7 @@ class SamplingParams:
                 # JSON has no keys but strings.
                 token_id = int(key) if isinstance(key, str) and key.isdecimal() else key
                 check_int("logit_bias token id", token_id, low=0, high=2**31 - 1)
-                check_range(f"logit_bias of token {token_id}", value, low=-100, high=100)
+                check_range(f"logit_bias of token {token_id}", as_plain(value), low=-100, high=100)
                 bias[int(token_id)] = float(value)
             object.__setattr__(self, "logit_bias", bias)
 
@@ -146,11 +148,22 @@ class SamplingParams:
                     raise ValueError(f"{name}: token id {token_id} is outside the vocabulary 0..{vocab_size - 1}")
 
 
-def _tuple(name: str, values: object) -> tuple[Any, ...]:
-    """The values of a collection, none of which is checked yet."""
-    if not isinstance(values, Iterable) or isinstance(values, (str, bytes)):
+def _tuple(name: str, values: Any) -> tuple[Any, ...]:
+    """The values of a collection, none of which is checked yet; None is an empty one."""
+    if isinstance(values, (str, bytes)):
         raise ValueError(f"{name} must be a list, got {values!r}")
-    return tuple(values)
+    try:
+        return tuple(as_plain(value) for value in (() if values is None else values))
+    except TypeError:
+        raise ValueError(f"{name} must be a list, got {values!r}") from None
+
+
+def _is_text(value: object) -> bool:
+    """Whether it is a string that has a UTF-8 form; half of a surrogate pair has none."""
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:
+        return False
 
 
 class RequestStatus(Enum):

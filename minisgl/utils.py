@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +30,11 @@ def as_token_ids(ids: Sequence[int] | npt.NDArray[np.integer]) -> Int32Array:
     if low < 0 or high >= 2**31:
         raise ValueError(f"token id {low if low < 0 else high} is outside 0..{2**31 - 1}")
     return array.astype(np.int32)
+
+
+def as_plain(value: Any) -> Any:
+    """A numpy scalar as Python's own, which every encoder knows; anything else as it is."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def check_range(

@@ -145,8 +145,18 @@ def test_bad_usage_is_code_2_and_one_line(run: Run, options: list[str], says: st
     assert err.count("\n") == 1 and err.startswith("minisgl")
 
 
-@pytest.mark.parametrize("argv", [[], ["sing"], ["--sing"]])
-def test_an_unknown_command_is_code_2_and_one_line(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [], ["sing"], ["--sing"], ["book", "--port", "99999"], ["book", "--port", "-1"], ["bench"],
+        ["bench", "offline", "--num-requests", "0"], ["bench", "offline", "--repeats", "0"],
+        ["bench", "offline", "--input-len", "10", "5"], ["bench", "offline", "--output-len", "0", "5"],
+        ["replay", "file", "--step", "-1"], ["replay", "file", "--what-if", "page_size=many"],
+        ["replay", "file", "--what-if", "speed=high"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_bad_commands_are_code_2_and_one_line(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit:
         cli.main(argv)
     assert exit.value.code == 2 and capsys.readouterr().err.count("\n") == 1
@@ -160,6 +170,7 @@ def test_an_unknown_command_is_code_2_and_one_line(argv: list[str], capsys: pyte
         (["--prompt", "a", "--stop-token-ids", "99999"], "vocabulary"),
         (["--prompt", "a", "--device", "cuda:99"], "cuda:99"),
         (["--prompt", "a", "--max-model-len", "4000"], "max_model_len 4000"),
+        (["--prompt", "a", "--num-pages", "999999999"], "num_pages 999999999"),
     ],
 )
 def test_a_failure_is_code_1_and_one_line(run: Run, options: list[str], says: str) -> None:

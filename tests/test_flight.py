@@ -176,6 +176,30 @@ def test_a_record_that_does_not_replay_is_refused(flight, tmp_path):
     assert sum(1 for _ in Replay(read_records(tmp_path / "cut")).play()) > 100
 
 
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("header", {"config": {"zz": 1}}),
+        ("header", {"config": {}}),
+        ("add", {"params": {"zz": 1}}),
+        ("step", {"done": 77}),
+        ("step", {"ids": []}),
+        ("step", {"ids": [10**12]}),
+        ("step", {"bad": [99]}),
+    ],
+    ids=str,
+)
+def test_a_corrupted_record_is_refused_in_words(flight, tmp_path, kind, changes):
+    records = [json.loads(line) for line in flight[0].read_bytes().splitlines()[:40]]
+    spoilt = next(r for r in records if r["kind"] == kind and (kind != "step" or r.get("ids")))
+    spoilt.update(changes)
+    path = tmp_path / "spoilt.jsonl"
+    path.write_text("\n".join(map(json.dumps, records)))
+    with pytest.raises(ValueError, match=r"record|outside"):
+        for _ in Replay(read_records(path)).play():
+            pass
+
+
 def test_what_if_keeps_what_requests_say_and_changes_only_when(flight):
     path, *_ = flight
     records = read_records(path)

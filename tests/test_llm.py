@@ -272,7 +272,8 @@ def test_C09_the_pool_bounds_the_length(open_llm: Callable[..., LLM]) -> None:
         dict(max_tokens=3, min_tokens=4), dict(stop_token_ids=[-1]), dict(allowed_token_ids=[]), dict(priority="a"),
         dict(ignore_eos=1), dict(cache_salt=5), dict(repetition_penalty=0), dict(presence_penalty=3),
         dict(stop=5), dict(stop_token_ids=5), dict(allowed_token_ids=5), dict(logit_bias=[5]),
-        dict(logit_bias={1.5: 1}),
+        dict(logit_bias={1.5: 1}), dict(stop="\ud83d"), dict(cache_salt="\ud83d"), dict(stop_token_ids=""),
+        dict(stop=np.array("x")), dict(stop_token_ids=np.array(5)), dict(top_p=np.float32(7)),
     ],
     ids=repr,
 )  # fmt: skip
@@ -306,13 +307,33 @@ def test_V04_max_tokens_one_huge_and_none(llm: LLM, prompts: list[list[int]]) ->
     [
         dict(page_size=0), dict(num_pages=1), dict(max_running=0), dict(order="fifo"), dict(dtype="int8"),
         dict(device="tpu"), dict(device="cuda:99"), dict(attention="none"), dict(tp=2), dict(chunk_size=0),
-        dict(memory_fraction=1.5), dict(max_model_len=100_000), dict(max_num_batched_tokens=0), dict(overlap="yes"),
+        dict(device=None), dict(attention=5), dict(record=1), dict(record=True), dict(num_pages=2**31 - 1),
+        dict(num_pages=10**400), dict(max_model_len=10**30), dict(memory_fraction=1.5), dict(max_model_len=100_000),
+        dict(max_num_batched_tokens=0), dict(overlap="yes"),
     ],
     ids=repr,
 )  # fmt: skip
 def test_bad_engine_options(open_llm: Callable[..., LLM], bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         open_llm(**bad)
+
+
+def test_numbers_may_be_numpys(open_llm: Callable[..., LLM], prompts: list[list[int]], tmp_path: Path) -> None:
+    """They are Python's inside, so that a flight record and JSON can hold them."""
+    params = SamplingParams(
+        temperature=np.float32(0.5), max_tokens=np.int64(3), seed=np.int32(7), logprobs=np.int64(1),
+        stop_token_ids=np.array([5, 6]), logit_bias={np.int64(5): np.float32(1)}, ignore_eos=np.bool_(True),
+        stop=np.array(["a", "b"]),
+    )  # fmt: skip
+    assert json.loads(json.dumps(dataclasses.asdict(params)))["temperature"] == 0.5
+    with open_llm(page_size=np.int64(4), memory_fraction=np.float32(0.5), record=str(tmp_path / "flight")) as llm:
+        assert len(ask(llm, prompts[0], params)[0].token_ids) == 3
+
+
+@pytest.mark.parametrize("bad", [None, 5, "Hello", {}, {"role": "user", "content": "Hello"}, [5]], ids=repr)
+def test_V07_bad_messages(llm: LLM, bad: Any) -> None:
+    with pytest.raises(ValueError, match="messages"):
+        llm.chat(bad)
 
 
 def test_unknown_options_and_models(open_llm: Callable[..., LLM], tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -202,6 +203,50 @@ def test_M09_unsupported_is_refused_by_name(changes: dict[str, object], words: t
     with pytest.raises(ValueError) as error:
         load_model(config_of(**changes), "nowhere", load_format="dummy")
     assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize("value", [None, 0, -1, "many", 10**12, 0.5, [], {}, math.nan, True], ids=repr)
+@pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim"])
+def test_M08_sizes_that_make_no_sense_are_named(key: str, value: object) -> None:
+    """At once: ten million million layers were once built one by one."""
+    if key == "head_dim" and value is None:
+        return  # what follows from the other sizes
+    with pytest.raises(ValueError, match=key):
+        config_of(**{key: value})
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        (dict(num_key_value_heads=3), "KV heads"),
+        (dict(architectures=5), "architectures"),
+        (dict(rms_norm_eps=math.nan), "rms_norm_eps"),
+        (dict(eos_token_id="x"), "eos_token_id"),
+        (dict(eos_token_id=[[1]]), "eos_token_id"),
+        (dict(sliding_window="x"), "sliding_window"),
+        (dict(rope_parameters=5), "rope_parameters"),
+        (dict(rope_parameters=dict(rope_theta="x")), "rope_theta"),
+        (dict(rope_parameters=dict(rope_theta=-5.0)), "rope_theta"),
+        (dict(rope_parameters=dict(partial_rotary_factor=2.0)), "partial_rotary_factor"),
+        (dict(rope_parameters=dict(rope_type="linear", factor=0)), "linear"),
+        (dict(rope_parameters=dict(rope_type="linear", factor=-1.0)), "linear"),
+        (dict(rope_parameters=dict(rope_type="linear", factor="x")), "linear"),
+        (dict(rope_parameters=dict(rope_type="yarn", rope_theta=1.0, factor=2.0)), "yarn"),
+    ],
+    ids=repr,
+)
+def test_M08_settings_that_make_no_sense_are_named(changes: dict[str, object], word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        load_model(config_of(**changes), "nowhere", load_format="dummy")
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("text", ["", "{", "[1]", "5"], ids=repr)
+def test_M08_broken_configurations_are_named(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=name.replace(".", r"\.")):
+        ModelConfig.from_folder(tmp_path)
 
 
 @pytest.mark.parametrize(

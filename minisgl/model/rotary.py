@@ -50,9 +50,14 @@ def rotary_frequencies(rope: RopeConfig, trained_len: int, context_len: int) -> 
     if rope.rotary_dim % 2:
         raise ValueError(f"a head's dimensions are rotated in pairs, so their number cannot be {rope.rotary_dim}")
     try:
-        return _KINDS[rope.rope_type](rope, trained_len, context_len)
+        frequencies_F, scale = _KINDS[rope.rope_type](rope, trained_len, context_len)
     except KeyError as error:
         raise ValueError(f"rotary kind {rope.rope_type!r} needs the parameter {error.args[0]!r}") from None
+    except (TypeError, ArithmeticError) as error:
+        raise ValueError(f"rotary kind {rope.rope_type!r} cannot work with {dict(rope.parameters)}: {error}") from None
+    if not (frequencies_F.isfinite() & (frequencies_F >= 0)).all() or not math.isfinite(scale):
+        raise ValueError(f"rotary kind {rope.rope_type!r} turns nothing that is finite with {dict(rope.parameters)}")
+    return frequencies_F, scale
 
 
 def _plain(rope: RopeConfig) -> Tensor:

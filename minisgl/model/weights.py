@@ -98,8 +98,8 @@ def checkpoint_files(folder: str | Path) -> list[Path]:
     index = folder / _INDEX
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
+            names = sorted({str(v) for v in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{index} is not a checkpoint index: {error!r}") from None
     elif (folder / _SINGLE).is_file():
         names = [_SINGLE]

@@ -223,7 +223,7 @@ class Replay:
         self.header = header
         self._now = 0.0
         self.scheduler = Scheduler(
-            SchedulerConfig(**header.config),
+            _made(SchedulerConfig, header.config),
             eos_token_ids=header.eos_token_ids,
             seed=header.seed,
             clock=lambda: self._now,
@@ -252,7 +252,7 @@ class Replay:
     def _play(self, record: Record) -> tuple[SchedulerOutput, StepOutput] | None:
         if isinstance(record, Arrival):
             self._now = record.t
-            self.scheduler.add(record.id, as_token_ids(record.tokens), SamplingParams(**record.params))
+            self.scheduler.add(record.id, as_token_ids(record.tokens), _made(SamplingParams, record.params))
             self.trace.arrivals_s[record.id] = record.t
         elif isinstance(record, Abort):
             self._now = record.t
@@ -275,8 +275,12 @@ class Replay:
             self._launched.append((plan, record.launched))
         if not record.done:
             return None  # launched and not read yet, or the flight ended here
+        if not self._launched or self._launched[0][0].step_id != record.done:
+            raise ValueError(f"the record has a result of step {record.done}, which is not under way")
         plan, launched_s = self._launched.pop(0)
-        assert plan.step_id == record.done
+        num_sampled = int(plan.samples.sum())
+        if len(as_token_ids(record.ids)) != num_sampled or not all(0 <= i < num_sampled for i in record.bad):
+            raise ValueError(f"the record's result of step {record.done} is not one for its {num_sampled} requests")
         self._now, self.step_id = record.t, record.done
         finite = np.ones(len(record.ids), np.bool_)
         finite[record.bad] = False
@@ -284,6 +288,14 @@ class Replay:
         output = self.scheduler.update(plan, StepResult(np.array(record.ids, np.int32), finite))
         self.trace.finished_s.update({f.request_id: output.time_s for f in output.finished})
         return plan, output
+
+
+def _made(kind: Any, fields: dict[str, Any]) -> Any:
+    """``kind(**fields)``, with a ``ValueError`` also for fields that it does not have, or lacks."""
+    try:
+        return kind(**fields)
+    except TypeError as error:
+        raise ValueError(f"the record does not suit this version: {error}") from None
 
 
 def add_step(scheduler: Scheduler, plan: SchedulerOutput, trace: Trace, *, launched_s: float, done_s: float) -> None:

@@ -81,7 +81,10 @@ def parse_changes(pairs: Sequence[str]) -> dict[str, Any]:
                 raise ValueError(f"{name} must be true or false, got {value!r}")
             changes[name] = value.lower() == "true"
         elif kind.startswith("int"):
-            changes[name] = int(value)
+            try:
+                changes[name] = int(value)
+            except ValueError:
+                raise ValueError(f"{name} must be an integer, got {value!r}") from None
         else:
             changes[name] = value
     return changes
