@@ -21,12 +21,13 @@ from minisgl import LLM, SamplingParams  # noqa: E402
 from minisgl.engine.attention import load_attention  # noqa: E402
 from minisgl.engine.attention.triton_backend import TritonAttention, TritonPlan  # noqa: E402
 from minisgl.forward import ForwardBatch  # noqa: E402
-from minisgl.kernels import triton_elementwise  # noqa: E402
+from minisgl.kernels import philox, sampling, triton_elementwise, triton_sampling  # noqa: E402
 from minisgl.kernels.kv import store_kv  # noqa: E402
 from minisgl.kernels.rotary import apply_rotary  # noqa: E402
 from minisgl.kernels.triton_attention import choose_num_splits, decode_attention, prefill_attention  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 NAN = float("nan")
 # Rounding of the result (half a unit in the last place), and of the weights before they meet V.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -232,9 +233,14 @@ CLOSE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What kernels get from ``torch.empty`` is NaN until they write it."""
+    """What kernels get from ``torch.empty`` is NaN, or a number out of any range, until they write it."""
     true = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *a, **k: true(*a, **k).fill_(NAN))
+
+    def empty(*shape: object, **options: object) -> Tensor:
+        tensor = true(*shape, **options)
+        return tensor.fill_(NAN if tensor.is_floating_point() else -(2**30))
+
+    monkeypatch.setattr(torch, "empty", empty)
 
 
 def close(got: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
@@ -325,3 +331,97 @@ def test_copy_pages_of_nothing_and_of_many() -> None:
     ring = torch.stack((torch.arange(1, 600), torch.arange(1, 600).roll(-1)), dim=1).to(DEVICE)
     triton_elementwise.copy_pages([kv], ring, addresses=triton_elementwise.layer_addresses([kv]))
     assert torch.equal(kv[:, 2:], before[:, 1:-1]) and torch.equal(kv[:, 1], before[:, -1])
+
+
+# -- sampling --
+
+SEEDS = [0, 1, -1, 2**63 - 1, -(2**63), 0x9E3779B97F4A7C15 - 2**64, 12345]
+
+
+def columns(num_rows: int) -> tuple[Tensor, Tensor]:
+    """Seeds and positions."""
+    seeds = torch.tensor((SEEDS * num_rows)[:num_rows], dtype=torch.int64, device=DEVICE)
+    positions = torch.tensor(([0, 7, 2**32 - 1, 2**31, 3, 4] * num_rows)[:num_rows], dtype=torch.int64, device=DEVICE)
+    return seeds, positions
+
+
+@pytest.mark.parametrize("vocab_size", [1, 1000, 5000])
+def test_uniforms_equal_the_twin_to_the_bit(vocab_size: int) -> None:
+    seeds, positions = columns(7)
+    got = triton_sampling.philox(seeds, positions, vocab_size)
+    assert torch.equal(got, philox.philox(seeds, positions, vocab_size))
+
+
+@pytest.mark.parametrize("dtype", CLOSE)
+@pytest.mark.parametrize("vocab_size", [1, 63, 64, 65, 1000])
+def test_most_likely_equals_its_twin(monkeypatch: pytest.MonkeyPatch, vocab_size: int, dtype: torch.dtype) -> None:
+    """Rows of a wider tensor, as a padded vocabulary gives; ties, in one tile and across tiles, go to the lowest id."""
+    wide = randn(6, vocab_size + 5, dtype=dtype)
+    wide[:, vocab_size:] = 100
+    wide[1, [vocab_size // 2, vocab_size - 1]] = 50
+    wide[2] = 3
+    wide[3] = -3e38 if dtype != torch.float16 else -6e4
+    wide[4, : vocab_size - 1] = float("-inf")
+    logits = wide[:, :vocab_size]
+    poison(monkeypatch)
+    values, ids = triton_sampling.most_likely(logits, tile=64)
+    right_values, right_ids = sampling.most_likely(logits)
+    assert values.dtype == dtype and ids.dtype == torch.int64
+    assert torch.equal(values, right_values) and torch.equal(ids, right_ids)
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-3, 0.6, 1.0, 100.0])
+@pytest.mark.parametrize("vocab_size", [1, 65, 300])
+def test_draws_equal_the_twin(monkeypatch: pytest.MonkeyPatch, vocab_size: int, temperature: float) -> None:
+    logits, (seeds, positions) = randn(12, vocab_size) * 5 - 60, columns(12)
+    heat = torch.full((12,), temperature, device=DEVICE)
+    right_values, right_ids = sampling.gumbel_argmax(sampling.apply_temperature(logits, heat), seeds, positions)
+    poison(monkeypatch)
+    values, ids = triton_sampling.gumbel_argmax(logits, heat, seeds, positions, tile=64)
+    torch.testing.assert_close(values, right_values, atol=3e-6, rtol=3e-6)
+    assert torch.equal(ids, right_ids)
+
+
+def test_noise_is_exact_where_tokens_win() -> None:
+    """Among equal logits the greatest noise wins: u near 0, where ``1 - u`` keeps few bits of it."""
+    seeds, positions = columns(7)
+    u = philox.philox(seeds, positions, 5000)
+    assert u.min() < 2**-13
+    values, ids = triton_sampling.gumbel_argmax(u * 0, torch.ones(7, device=DEVICE), seeds, positions)
+    assert torch.equal(ids, u.argmin(-1))
+    torch.testing.assert_close(values.double(), -(-torch.log1p(-u.double().amin(-1))).log(), atol=0, rtol=3e-7)
+
+
+def test_rows_of_temperature_0_are_greedy_and_the_others_do_not_notice() -> None:
+    logits, (seeds, positions) = randn(6, 300).bfloat16(), columns(6)
+    heat = torch.tensor([0.0, 1.0, 0.0, 0.5, 2.0, 0.0], device=DEVICE)
+    _, ids = triton_sampling.gumbel_argmax(logits, heat, seeds, positions, tile=64)
+    _, drawn = sampling.gumbel_argmax(sampling.apply_temperature(logits, heat.clamp(min=0.5)), seeds, positions)
+    assert torch.equal(ids, torch.where(heat == 0, sampling.most_likely(logits)[1], drawn))
+
+
+def test_filtered_tokens_are_never_drawn() -> None:
+    """Whole tiles of minus infinity, before and behind the only tokens left."""
+    logits, (seeds, positions) = torch.full((12, 300), float("-inf"), device=DEVICE), columns(12)
+    logits[:, 130:133] = randn(12, 3)
+    for heat in (0.0, 1e-30, 1.0):
+        values, ids = triton_sampling.gumbel_argmax(
+            logits, torch.full((12,), heat, device=DEVICE), seeds, positions, tile=64
+        )
+        assert values.isfinite().all() and ((ids >= 130) & (ids < 133)).all()
+
+
+@pytest.mark.parametrize("bad", [NAN, float("inf")])
+@pytest.mark.parametrize("place", [0, 70, 129])
+def test_broken_rows_show(bad: float, place: int) -> None:
+    """In any tile, and only those rows; a row of nothing but minus infinity is broken too. Ids stay in range."""
+    logits, (seeds, positions) = randn(4, 130), columns(4)
+    logits[1, place], logits[2] = bad, float("-inf")
+    for heat in (0.0, 1.0):
+        values, ids = triton_sampling.gumbel_argmax(
+            logits, torch.full((4,), heat, device=DEVICE), seeds, positions, tile=64
+        )
+        assert values.isfinite().tolist() == [True, False, False, True] and ((ids >= 0) & (ids < 130)).all()
+    values, ids = triton_sampling.most_likely(logits, tile=64)
+    assert values.isfinite().tolist() == [True, False, False, True] and ((ids >= 0) & (ids < 130)).all()
+    assert values[1].isnan() == (bad != bad)

@@ -1,0 +1,161 @@
+"""From logits to a token in one pass over them, in Triton.
+
+Chapter 5 tells this module's story. Twins: `most_likely`, and `gumbel_argmax` of `apply_temperature`, in
+`minisgl.kernels.sampling`; `philox` in `minisgl.kernels.philox`, which documents the mapping to `tl.philox`. Owns
+nothing.
+
+The vocabulary is divided over programs, one tile each, so that a single row fills the device too. Each leaves its best
+candidate; a second kernel, a program for each row, picks among them. (In attention the last program to arrive does
+that, because it happens in every layer. Here it is once a step, and needs no counters that somebody has to own.)
+
+The twin takes the row's greatest logit from all others before it divides by the temperature, so that a tiny temperature
+overflows downwards only. One pass knows just its tile's greatest: it takes that one, and the second kernel makes up for
+the difference. Apart from such rounding, the numbers are the twin's: the same uniforms to the bit.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_TILE = 4096
+
+
+@triton.jit
+def _uniform(seed, position, token_ids):
+    """`minisgl.kernels.philox.philox` for one row: float32 strictly between 0 and 1 for each of ``token_ids``."""
+    word, _, _, _ = tl.philox(seed, token_ids, position.to(tl.int32), 0, 0)
+    # The conversion rounds to nearest and the product is exact, so a fused multiply-add gives the same bits.
+    return tl.minimum(word.to(tl.float32) * 2.0**-32 + 2.0**-33, 1.0 - 2.0**-24)
+
+
+@triton.jit
+def _minus_log1p_minus(u):
+    """``-log(1 - u)`` to a few units in the last place, for u in (0, 1). Near 0, where tokens win, ``1 - u`` has lost
+    most of u; but the logarithm of what is left is off by nearly the same factor, which is known (Goldberg, "What every
+    computer scientist should know about floating-point arithmetic", 1991, theorem 4)."""
+    rest = 1.0 - u
+    lost = rest == 1.0
+    return tl.where(lost, u, -tl.log(rest) * (u / tl.where(lost, 1.0, 1.0 - rest)))
+
+
+@triton.jit
+def _candidates_kernel(
+    logits, temperature, seeds, positions, keys, peaks, token_ids, stride, vocab_size,
+    NOISE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """A program for each row and tile of the vocabulary: the best of the tile, and what its key is relative to."""
+    row, tile = tl.program_id(0), tl.program_id(1)
+    ids = tile * TILE + tl.arange(0, TILE)
+    values = tl.load(
+        logits + row.to(tl.int64) * stride + ids, mask=ids < vocab_size, other=float("-inf")
+    ).to(tl.float32)  # fmt: skip
+    place = row * tl.num_programs(1) + tile
+    if NOISE:
+        heat = tl.load(temperature + row)
+        peak = tl.max(values, axis=0)
+        values -= tl.where(peak == float("-inf"), 0.0, peak)
+        if heat > 0:
+            u = _uniform(tl.load(seeds + row), tl.load(positions + row), ids)
+            values = values / heat - tl.log(_minus_log1p_minus(u))
+        tl.store(peaks + place, peak)
+    # A NaN (infinity minus infinity makes one too) must not lose: a broken row may not pass as sound.
+    broken = tl.sum((values != values).to(tl.int32), axis=0) > 0
+    best, at = tl.max(values, axis=0, return_indices=True, return_indices_tie_break_left=True)
+    tl.store(keys + place, tl.where(broken, float("nan"), best))
+    tl.store(token_ids + place, tile * TILE + at)
+
+
+@triton.jit
+def _choose_kernel(
+    keys, peaks, token_ids, temperature, best_keys, best_ids, num_tiles,
+    NOISE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program for each row: the best of its candidates, the lowest id among equals."""
+    row, tiles = tl.program_id(0), tl.arange(0, BLOCK)
+    mask = tiles < num_tiles
+    values = tl.load(keys + row * num_tiles + tiles, mask=mask, other=float("-inf"))
+    if NOISE:
+        heat = tl.load(temperature + row)
+        peak = tl.load(peaks + row * num_tiles + tiles, mask=mask, other=float("-inf"))
+        below = tl.where(peak == float("-inf"), 0.0, peak - tl.max(peak, axis=0))
+        values += below / tl.where(heat > 0, heat, 1.0)
+    broken = tl.sum((values != values).to(tl.int32), axis=0) > 0
+    best, at = tl.max(values, axis=0, return_indices=True, return_indices_tie_break_left=True)
+    tl.store(best_keys + row, tl.where(broken, float("nan"), best).to(best_keys.dtype.element_ty))
+    tl.store(best_ids + row, tl.load(token_ids + row * num_tiles + tl.where(broken, 0, at)).to(tl.int64))
+
+
+def _choose(
+    logits: Tensor, noise: tuple[Tensor, Tensor, Tensor] | None, dtype: torch.dtype, tile: int
+) -> tuple[Tensor, Tensor]:
+    (num_rows, vocab_size), device = logits.shape, logits.device
+    assert logits.stride(1) == 1
+    num_tiles = triton.cdiv(vocab_size, tile)
+    keys, peaks = torch.empty((2, num_rows, num_tiles), dtype=torch.float32, device=device)
+    token_ids = torch.empty((num_rows, num_tiles), dtype=torch.int32, device=device)
+    best_keys = torch.empty(num_rows, dtype=dtype, device=device)
+    best_ids = torch.empty(num_rows, dtype=torch.int64, device=device)
+    temperature, seeds, positions = noise or (keys, token_ids, token_ids)  # not looked at without noise
+    if num_rows:
+        _candidates_kernel[num_rows, num_tiles](
+            logits, temperature, seeds, positions, keys, peaks, token_ids, logits.stride(0), vocab_size,
+            NOISE=noise is not None, TILE=tile, num_warps=8,
+        )  # fmt: skip
+        _choose_kernel[(num_rows,)](
+            keys, peaks, token_ids, temperature, best_keys, best_ids, num_tiles,
+            NOISE=noise is not None, BLOCK=triton.next_power_of_2(num_tiles), num_warps=1,
+        )  # fmt: skip
+    return best_keys, best_ids
+
+
+def most_likely(logits: Tensor, *, tile: int = _TILE) -> tuple[Tensor, Tensor]:
+    """`minisgl.kernels.sampling.most_likely`: the greatest logit of each row and its id, the lowest among equals.
+
+    Args:
+        logits: ``[S, V]`` of any float dtype; rows may be further apart than V.
+        tile: tokens that a program looks at, a power of 2.
+
+    Returns:
+        ``[S]`` of the dtype of ``logits``, NaN if the row holds a NaN (the id then says nothing); ``[S]`` int64.
+    """
+    return _choose(logits, None, logits.dtype, tile)
+
+
+def gumbel_argmax(
+    logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, *, tile: int = _TILE
+) -> tuple[Tensor, Tensor]:
+    """Draw a token from each row's softmax at its temperature; at temperature 0, take the most likely one.
+
+    Its twin is ``gumbel_argmax(apply_temperature(logits, temperature), seeds, positions)``, and `most_likely` for rows
+    of temperature 0. It gives the same tokens unless two keys are equal up to rounding.
+
+    Args:
+        logits: ``[S, V]`` of any float dtype; rows may be further apart than V.
+        temperature: ``[S]`` float32, at least 0.
+        seeds: ``[S]`` int64; all 64 bits count.
+        positions: ``[S]`` int64, below 2**32: how many tokens the request has output before.
+        tile: tokens that a program looks at, a power of 2.
+
+    Returns:
+        ``[S]`` float32, (logit - the row's greatest) / temperature plus noise, not finite if the row is broken (NaN,
+        plus infinity, nothing but minus infinity; the id then says nothing); and ``[S]`` int64, the token.
+    """
+    return _choose(logits, (temperature, seeds, positions), torch.float32, tile)
+
+
+@triton.jit
+def _philox_kernel(seeds, positions, out, vocab_size, TILE: tl.constexpr):
+    row, ids = tl.program_id(0), tl.program_id(1) * TILE + tl.arange(0, TILE)
+    u = _uniform(tl.load(seeds + row), tl.load(positions + row), ids)
+    tl.store(out + row.to(tl.int64) * vocab_size + ids, u, mask=ids < vocab_size)
+
+
+def philox(seeds: Tensor, positions: Tensor, vocab_size: int, *, tile: int = _TILE) -> Tensor:
+    """`minisgl.kernels.philox.philox`, to the bit: ``[S]`` and ``[S]`` int64 to ``[S, V]`` float32. `gumbel_argmax`
+    makes these numbers where it needs them; written out they are for tests and readers."""
+    out = torch.empty((seeds.shape[0], vocab_size), dtype=torch.float32, device=seeds.device)
+    _philox_kernel[seeds.shape[0], triton.cdiv(vocab_size, tile)](seeds, positions, out, vocab_size, TILE=tile)
+    return out
