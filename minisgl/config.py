@@ -87,7 +87,7 @@ class EngineConfig:
         admission: "estimate" admits by expected length and preempts when wrong; "reserve" by the longest possible one.
         prefix_cache: keep the KV of finished requests for prompts that begin alike.
         overlap: schedule and launch step k+1 before step k is read.
-        attention: attention backend; "auto", "torch".
+        attention: attention backend: "auto", "torch", or "triton" (our own kernels, not yet measured).
         cuda_graph_max_bs: largest batch that is captured in a CUDA graph; 0: none.
         seed: seed of requests that bring none; None: another one at each start.
         record: file that a flight record is written to.
