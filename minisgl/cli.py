@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import inspect
 import json
+import os
 import re
 import sys
 import types
@@ -29,6 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         return int(args.run(args))
+    except BrokenPipeError:  # whoever read the output has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (ValueError, RuntimeError, OSError, MemoryError) as error:
         print(f"minisgl: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
