@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import signal
+import sys
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
@@ -57,7 +58,7 @@ class LLM:
 
     def __init__(self, model: str = "tiny", **options: Any) -> None:
         self.engine_config = EngineConfig(model=str(model), **options)
-        loaded = load_engine(self.engine_config)
+        loaded = load_engine(self.engine_config, progress=sys.stderr.isatty())
         self._engine: EngineCore | None = loaded.core
         self.tokenizer = loaded.tokenizer
         self.config = loaded.model_config

@@ -50,7 +50,7 @@ def load_weights(
         files = [stack.enter_context(_open(path)) for path in checkpoint_files(folder)]
         tensors = [(name, file) for file in files for name in file.keys()]  # noqa: SIM118 (not a dict)
         _check_names(folder, wanted, [name for name, _ in tensors])
-        for name, file in tqdm(tensors, desc="loading weights", unit="tensor", disable=not progress):
+        for name, file in tqdm(tensors, desc="loading weights", unit="tensor", leave=False, disable=not progress):
             if name not in wanted:
                 continue
             target, shard = wanted[name]
