@@ -105,3 +105,28 @@ def test_record_and_trace_exclude_each_other(open_llm, tmp_path: Path):
         open_llm(record=str(tmp_path / "a"), trace=True)
     with pytest.raises(ValueError, match="cannot write the flight record"):
         open_llm(record=str(tmp_path / "no" / "folder"))
+
+
+def test_m11_sources_of_a_model(open_llm, checkpoint_of, monkeypatch):
+    """A local folder needs no network; a hub id is asked of the hub's own client (which knows mirrors and offline
+    mode by its environment); what is neither is refused with the reason."""
+    folder = checkpoint_of("qwen3").folder
+    asked = []
+
+    def download(name, **options):
+        asked.append(name)
+        if name != "org/model":
+            raise OSError("no such repository\nand a long explanation")
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    with open_llm() as local:
+        want = local.generate([5, 6, 7], GREEDY)[0].token_ids
+    assert not asked
+    with LLM("org/model", device="cpu", page_size=4, num_pages=40, max_model_len=100) as llm:
+        assert llm.generate([5, 6, 7], GREEDY)[0].token_ids == want
+    with pytest.raises(
+        ValueError, match=r"'org/other' is neither a folder nor to be had from the hub: no such repository$"
+    ):
+        LLM("org/other")
+    assert asked == ["org/model", "org/other"]
