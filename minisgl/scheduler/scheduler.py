@@ -28,6 +28,7 @@ from minisgl.request import (
     Usage,
 )
 from minisgl.scheduler import policy
+from minisgl.scheduler.draft import Draft
 from minisgl.scheduler.plan import AdmittedRow, PromptLogprobs, SchedulerOutput, StepResult
 from minisgl.scheduler.rows import Rows
 from minisgl.utils import Int32Array, ceil_div
@@ -143,7 +144,7 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput | None:
         """The plan of the next step, or None if nothing can run now. A plan must be launched, and its result given to
         `update`, in order."""
-        draft = _Draft(self.config.max_num_batched_tokens)
+        draft = Draft(self.config.max_num_batched_tokens)
         for stage in policy.STAGES[self.config.order]:
             for kind in stage:
                 if kind == "decode":
@@ -156,7 +157,7 @@ class Scheduler:
                 return self._plan(draft)
         return None
 
-    def _schedule_decodes(self, draft: _Draft) -> None:
+    def _schedule_decodes(self, draft: Draft) -> None:
         """One token for each request whose last token lies on the device."""
         c, rows = self.rows, self._rows_of_running()
         rows = rows[c.on_device[rows] & (c.num_tokens[rows] < c.limit[rows])]
@@ -173,7 +174,7 @@ class Scheduler:
         draft.add(rows, np.ones(len(rows), np.int32))
         draft.drop_unless(self._is_running)
 
-    def _schedule_prefills(self, draft: _Draft) -> None:
+    def _schedule_prefills(self, draft: Draft) -> None:
         """The next chunk of each half-computed prompt."""
         c, rows = self.rows, self._rows_of_running()
         rows = rows[~c.on_device[rows] & (c.num_computed[rows] < c.num_tokens[rows])]
@@ -189,7 +190,7 @@ class Scheduler:
         if self.num_preemptions > num_preemptions:
             draft.drop_unless(self._is_running)
 
-    def _admit(self, draft: _Draft) -> None:
+    def _admit(self, draft: Draft) -> None:
         """Give rows and pages to waiting requests, first come, first served."""
         c, size = self.rows, self.config.page_size
         while self.waiting and draft.budget > 0 and c.num_free:
@@ -223,7 +224,7 @@ class Scheduler:
             draft.admitted.append(row)
             draft.add(np.array([row], np.int32), np.array([n], np.int32))
 
-    def _plan(self, draft: _Draft) -> SchedulerOutput:
+    def _plan(self, draft: Draft) -> SchedulerOutput:
         """Freeze the draft into columns, and count its tokens as computed."""
         c = self.rows
         rows, num_tokens = draft.columns()
@@ -453,36 +454,6 @@ class Scheduler:
             assert request.num_tokens <= c.num_tokens[row] or request.is_finished, request
         living = {r.request_id for r in (*self.waiting, *holders) if not r.is_finished}
         assert living == set(self.requests), living ^ set(self.requests)
-
-
-class _Draft:
-    """A plan in the making: rows and their tokens, and what is left of the budget."""
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.rows: list[Int32Array] = []
-        self.num_tokens: list[Int32Array] = []
-        self.admitted: list[int] = []
-
-    def add(self, rows: Int32Array, num_tokens: Int32Array) -> None:
-        if len(rows):
-            self.rows.append(rows)
-            self.num_tokens.append(num_tokens)
-            self.budget -= int(num_tokens.sum())
-
-    def columns(self) -> tuple[Int32Array, Int32Array]:
-        return np.concatenate(self.rows), np.concatenate(self.num_tokens)
-
-    def drop_unless(self, keep: Callable[[int], bool]) -> None:
-        """Leave out rows that were preempted after they were added."""
-        if not self.rows:
-            return
-        rows, num_tokens = self.columns()
-        kept = np.array([keep(row) for row in rows.tolist()], np.bool_)
-        self.budget += int(num_tokens[~kept].sum())
-        self.rows, self.num_tokens = [rows[kept]], [num_tokens[kept]]
-        if not kept.any():
-            self.rows, self.num_tokens = [], []
 
 
 def _arrival(request: Request) -> int:
