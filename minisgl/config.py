@@ -73,11 +73,12 @@ class EngineConfig:
         model: "tiny" (the bundled model), a folder with a checkpoint, or a hub id.
         device: "auto" (CUDA if there is one), "cpu", "cuda" or "cuda:N".
         dtype: of weights and KV; "auto": the checkpoint's on CUDA, float32 on a CPU.
-        tp: number of tensor-parallel ranks.
+        tp: number of tensor-parallel ranks; so far 1.
         load_format: "dummy" gives random weights of the true shapes.
         page_size: tokens in a KV page; None: 64 on CUDA, 16 on a CPU.
         num_pages: KV pages in the pool, the reserved page 0 among them; None: what memory allows.
-        memory_fraction: share of the device's memory that weights, graphs and KV together may take.
+        memory_fraction: share of the device's memory that weights, graphs and KV together may take; on a CPU, KV takes
+            a quarter of this share of the machine's.
         max_model_len: longest prompt plus output in tokens; None: the checkpoint's context, or the pool if smaller.
         max_running: most requests in a step.
         max_num_batched_tokens: token budget of a step.
@@ -88,7 +89,7 @@ class EngineConfig:
         prefix_cache: keep the KV of finished requests for prompts that begin alike.
         overlap: schedule and launch step k+1 before step k is read.
         attention: attention backend: "auto", "torch", or "triton" (our own kernels, not yet measured).
-        cuda_graph_max_bs: largest batch that is captured in a CUDA graph; 0: none.
+        cuda_graph_max_bs: largest batch that is captured in a CUDA graph; 0: none, and nothing else so far.
         seed: seed of requests that bring none; None: another one at each start.
         record: file that a flight record is written to.
         trace: keep the records that the book's figures are drawn from.

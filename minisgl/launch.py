@@ -38,7 +38,6 @@ class LoadedEngine:
     core: EngineCore
     tokenizer: Tokenizer
     model_config: ModelConfig
-    scheduler_config: SchedulerConfig
 
 
 def load_engine(config: EngineConfig, *, progress: bool = False) -> LoadedEngine:
@@ -86,7 +85,7 @@ def load_engine(config: EngineConfig, *, progress: bool = False) -> LoadedEngine
         header = make_header(sizes, eos_token_ids=tokenizer.eos_token_ids, seed=seed)
         recorder = FlightRecorder(header, None if config.trace else config.record)
     core = EngineCore(scheduler, runner, overlap=config.overlap, recorder=recorder, strict=config.strict)
-    return LoadedEngine(core, tokenizer, model_config, sizes)
+    return LoadedEngine(core, tokenizer, model_config)
 
 
 def check_supported(config: EngineConfig) -> None:

@@ -197,11 +197,11 @@ class Request:
         stop_reason: the stop string or stop token that ended it, or what went wrong.
         row: its row in the device tables, None when it has none.
         num_cached_tokens: prompt tokens whose KV came from the prefix cache at first admission.
-        first_token_time_s, finished_time_s: clock readings, None before.
+        first_token_time_s: clock reading, None before.
     """
 
     __slots__ = (
-        "_num_tokens", "_tokens", "arrival", "arrival_time_s", "end_token_ids", "finish_reason", "finished_time_s",
+        "_num_tokens", "_tokens", "arrival", "arrival_time_s", "end_token_ids", "finish_reason",
         "first_token_time_s", "max_tokens", "num_cached_tokens", "num_prompt_tokens", "request_id", "row",
         "sampling_params", "seed", "status", "stop_reason",
     )  # fmt: skip
@@ -231,7 +231,6 @@ class Request:
         self.row: int | None = None
         self.num_cached_tokens: int | None = None
         self.first_token_time_s: float | None = None
-        self.finished_time_s: float | None = None
         self.num_prompt_tokens = len(prompt_token_ids)
         self._num_tokens = len(prompt_token_ids)
         self._tokens = np.asarray(prompt_token_ids, np.int32)

@@ -23,7 +23,6 @@ class StepRecord:
         starts: ``[R]`` int32, position of the first of them.
         num_prompt_tokens: ``[R]`` int32, so that prefill and decode can be told apart.
         samples: ``[R]`` bool, whether the step gave the request a token.
-        num_free_pages, num_cached_pages: pages free and in the prefix cache when it was planned.
     """
 
     step_id: int
@@ -34,8 +33,6 @@ class StepRecord:
     starts: Int32Array
     num_prompt_tokens: Int32Array
     samples: BoolArray
-    num_free_pages: int
-    num_cached_pages: int
 
     @property
     def num_prefill_tokens(self) -> int:

@@ -128,7 +128,7 @@ def trace():
         ids, num_tokens, starts, prompts = zip(*rows, strict=True)
         columns = [np.array(column, np.int32) for column in (num_tokens, starts, prompts)]
         samples = columns[1] + columns[0] >= columns[2]
-        return StepRecord(step_id, 0.0, 1.0, ids, *columns, samples, num_free_pages=9, num_cached_pages=0)
+        return StepRecord(step_id, 0.0, 1.0, ids, *columns, samples)
 
     steps = [
         step(1, ("a", 5, 0, 5)),

@@ -1,8 +1,6 @@
 """The engine on a CUDA device gives the tokens that it gives on a CPU."""
 
-import json
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +8,7 @@ import torch
 from tolerances import BFLOAT16_GAP, FLOAT32_GAP
 
 from minisgl import LLM, SamplingParams
+from minisgl.benchmark.report import write_report
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -99,17 +98,12 @@ def test_report(prompts, reference):
     compared = compare(reference, outputs, FLOAT32_GAP)
     same = sum(a.token_ids == b.token_ids for a, b in zip(reference, outputs, strict=True))
     if "OUT" in os.environ:
-        report = {
-            "what": "greedy tokens of the bundled model, float32, CUDA against CPU, plain torch path",
-            "device": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
-            "date": time.strftime("%Y-%m-%d", time.gmtime()),
-            "command": "pytest -m gpu tests/test_gpu.py",
+        results = {
             "prompts": len(prompts),
             "tokens_compared": compared,
             "tokens_generated": NUM_TOKENS * len(prompts),
             "outputs_identical": same,
         }
-        (Path(os.environ["OUT"]) / "gpu-greedy.json").write_text(json.dumps(report, indent=2) + "\n")
+        what = "greedy tokens of the bundled model, float32, CUDA against CPU, plain torch path"
+        write_report(Path(os.environ["OUT"]) / "gpu-greedy.json", what, torch.device("cuda"), results)
     assert same > 0

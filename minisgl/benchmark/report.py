@@ -28,7 +28,7 @@ def provenance(device: torch.device) -> dict[str, Any]:
         "device": name,
         "versions": versions,
         "commit": _output("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD") or "unknown",
-        "command": " ".join(["minisgl", *sys.argv[1:]]),
+        "command": " ".join([_program(), *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
     }
 
@@ -45,6 +45,12 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     cells = [names, *[[_number(row[name]) for name in names] for row in rows]]
     widths = [max(len(line[k]) for line in cells) for k in range(len(names))]
     return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) for line in cells)
+
+
+def _program() -> str:
+    """What was started: ``python -m NAME`` has its file for a name."""
+    path = Path(sys.argv[0])
+    return path.parent.name if path.name == "__main__.py" else path.name
 
 
 def _number(value: Any) -> str:

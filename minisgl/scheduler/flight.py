@@ -313,7 +313,5 @@ def add_step(scheduler: Scheduler, plan: SchedulerOutput, trace: Trace, *, launc
             starts=plan.starts,
             num_prompt_tokens=np.array([r.num_prompt_tokens for r in requests], np.int32),
             samples=plan.samples,
-            num_free_pages=scheduler.kv.allocator.num_free,
-            num_cached_pages=scheduler.kv.tree.num_pages,
         )
     )

@@ -349,7 +349,7 @@ class Scheduler:
     def _finish(
         self, request: Request, reason: FinishReason, stop_reason: str | int | None, now: float
     ) -> FinishedRequest:
-        request.finish_reason, request.stop_reason, request.finished_time_s = reason, stop_reason, now
+        request.finish_reason, request.stop_reason = reason, stop_reason
         was_retiring = request.status is RequestStatus.PREEMPTED
         request.status = RequestStatus.FINISHED
         del self.requests[request.request_id]
