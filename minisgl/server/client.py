@@ -1,7 +1,7 @@
 """`EngineClient`: what the HTTP front needs of an engine, wherever that runs.
 
 Chapter 1 tells this module's story. Behind the protocol there is an engine in this process, one behind sockets, or an
-echo that needs no model: the front cannot tell. It speaks of texts and answers; tokens a step are the engine's business.
+echo that needs no model: the front cannot tell. It speaks of texts and answers.
 """
 
 from __future__ import annotations
