@@ -1,0 +1,99 @@
+"""Products with a weight matrix, together with what stands before and behind them in a layer.
+
+Chapter 5 tells this module's story. A layer is four products; the norm, the activation and the addition to the residual
+stream between them touch little data, but as kernels of their own they cost a launch each. So a product takes them
+along, as prologue or epilogue: `minisgl.kernels.triton_linear` has the twins that do each function in one launch.
+
+M tokens, K inputs, N outputs. All tensors of a call have one dtype and lie on one device. Owns nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minisgl.kernels.activation import silu_and_mul
+from minisgl.kernels.norm import rms_norm
+
+
+class Linear(Protocol):
+    """The four products of a layer, as functions: this module is one, `minisgl.kernels.triton_linear.SkinnyLinear`
+    another."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """`linear` of this module."""
+
+    def norm_linear(
+        self, x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
+        """`norm_linear` of this module."""
+
+    def linear_add(self, x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`linear_add` of this module."""
+
+    def silu_linear_add(self, gate_up: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+        """`silu_linear_add` of this module."""
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """``x W^T + b``.
+
+    Args:
+        x: ``[M, K]``.
+        weight: ``[N, K]``.
+        bias: ``[N]``.
+        out: ``[M, N]``, written and returned where it is given.
+
+    Returns:
+        ``[M, N]``.
+    """
+    if out is None:
+        return F.linear(x, weight, bias)
+    return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+
+
+def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``rms_norm(x) W^T + b``: what reads the residual stream.
+
+    Args:
+        x: ``[M, K]``, the residual stream.
+        norm_weight: ``[K]``.
+        weight: ``[N, K]``.
+        bias: ``[N]``.
+
+    Returns:
+        ``[M, N]``.
+    """
+    return F.linear(rms_norm(x, norm_weight, eps), weight, bias)
+
+
+def linear_add(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``residual += x W^T + b``, in place: what adds to the residual stream.
+
+    Args:
+        x: ``[M, K]``.
+        weight: ``[N, K]``.
+        residual: ``[M, N]``, written in place; shares no memory with ``x``.
+        bias: ``[N]``.
+
+    Returns:
+        ``residual``.
+    """
+    return residual.add_(F.linear(x, weight, bias))
+
+
+def silu_linear_add(gate_up: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+    """``residual += silu_and_mul(gate_up) W^T``, in place: the second half of a gated feed-forward block.
+
+    Args:
+        gate_up: ``[M, 2 * K]``, gate first.
+        weight: ``[N, K]``.
+        residual: ``[M, N]``, written in place; shares no memory with ``gate_up``.
+
+    Returns:
+        ``residual``.
+    """
+    return linear_add(silu_and_mul(gate_up), weight, residual)
