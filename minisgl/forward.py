@@ -9,8 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from minisgl.utils import Int32Array
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,8 +30,8 @@ class ForwardBatch:
         page_table: ``[R, P]`` int32, the request's pages in order; behind its last page the entries are 0.
         logits_indices: ``[S]`` int64, tokens of N whose logits are wanted.
         page_size: tokens in a page.
-        max_seqlen_q: largest number of new tokens of a request.
-        max_seqlen_k: an upper bound of ``seq_lens``.
+        num_decodes: the first so many requests have a single new token each; what stands behind them are prompts.
+        host_cu_seqlens_q, host_seq_lens: the two of these names, as the host knows them: int32 arrays.
         attn_metadata: what the attention backend's ``plan`` returned for this batch.
     """
 
@@ -41,8 +44,9 @@ class ForwardBatch:
     page_table: Tensor
     logits_indices: Tensor
     page_size: int
-    max_seqlen_q: int
-    max_seqlen_k: int
+    num_decodes: int
+    host_cu_seqlens_q: Int32Array
+    host_seq_lens: Int32Array
     attn_metadata: Any = None
 
     @property
@@ -54,6 +58,16 @@ class ForwardBatch:
     def num_requests(self) -> int:
         """R."""
         return self.seq_lens.shape[0]
+
+    @property
+    def max_seqlen_q(self) -> int:
+        """Largest number of new tokens of a request."""
+        return int(np.diff(self.host_cu_seqlens_q).max())
+
+    @property
+    def max_seqlen_k(self) -> int:
+        """Tokens of the longest request."""
+        return int(self.host_seq_lens.max())
 
     def validate(self) -> None:
         """The table above, executed: assert shapes, dtypes and the relations between the tensors. Reads from the
@@ -73,10 +87,12 @@ class ForwardBatch:
             assert tensor.device == self.input_ids.device, (name, tensor.device)
         starts, lengths = self.cu_seqlens_q.tolist(), self.seq_lens.tolist()
         assert starts[0] == 0 and starts[-1] == n
-        assert max(lengths, default=0) <= self.max_seqlen_k <= p * self.page_size
+        assert starts == self.host_cu_seqlens_q.tolist() and lengths == self.host_seq_lens.tolist()
+        assert self.num_decodes <= r and starts[: self.num_decodes + 1] == list(range(self.num_decodes + 1))
+        assert max(lengths, default=0) <= p * self.page_size
         for i, length in enumerate(lengths):
             new = starts[i + 1] - starts[i]
-            assert 0 < new <= min(length, self.max_seqlen_q), (i, new, length)
+            assert 0 < new <= length, (i, new, length)
             positions = self.positions[starts[i] : starts[i + 1]]
             assert positions.tolist() == list(range(length - new, length)), (i, positions)
             pages = self.page_table[i].to(torch.int64)[positions // self.page_size]
@@ -96,13 +112,14 @@ class AttentionBackend(Protocol):
         """What `forward` needs to know about ``batch``, worked out once before layer 0."""
         ...
 
-    def forward(self, q: Tensor, kv: Tensor, batch: ForwardBatch, *, scale: float) -> Tensor:
+    def forward(self, q: Tensor, kv: Tensor, batch: ForwardBatch, *, scale: float, out: Tensor | None = None) -> Tensor:
         """Causal attention of the step's queries over each request's cached tokens.
 
         Args:
-            q: ``[N, num_heads, head_dim]``.
+            q: ``[N, num_heads, head_dim]``; the heads of a token lie side by side.
             kv: the layer's cache, ``[2, num_pages, page_size, num_kv_heads, head_dim]`` (K, then V).
             scale: factor of the scores.
+            out: where the result goes, contiguous; None: into new memory.
 
         Returns:
             ``[N, num_heads, head_dim]``, dtype of ``q``.

@@ -54,8 +54,9 @@ def make_batch(
         page_table=ints([p + [0] * (width - len(p)) for p in used], torch.int32),
         logits_indices=ints(list(range(ends[-1])) if logits == "all" else (ends - 1).tolist()),
         page_size=page_size,
-        max_seqlen_q=max(map(len, tokens)),
-        max_seqlen_k=max(lengths),
+        num_decodes=next((i for i, new in enumerate(tokens) if len(new) != 1), len(tokens)),
+        host_cu_seqlens_q=np.array([0, *ends.tolist()], np.int32),
+        host_seq_lens=np.array(lengths, np.int32),
     )
     batch.validate()
     return batch if attention is None else replace(batch, attn_metadata=attention.plan(batch))

@@ -379,7 +379,10 @@ class Drive:
         require((plan.num_tokens > 0).all(), "a request without tokens")
         require(plan.total_tokens <= config.max_num_batched_tokens, "over the token budget")
         require(plan.num_tokens.max() <= (config.chunk_size or plan.total_tokens), "over the chunk size")
-        require((np.diff(self.scheduler.rows.arrival[rows]) > 0).all(), "rows are not in order of arrival")
+        singles, arrival = plan.num_tokens == 1, self.scheduler.rows.arrival[rows]
+        require(singles[: plan.num_decodes].all(), "decodes do not come first")
+        for part in (singles, ~singles):
+            require((np.diff(arrival[part]) > 0).all(), "rows are not in order of arrival")
         require((plan.page_ids > 0).all(), "the reserved page is given out")
 
     def _receive(self, output: StepOutput) -> None:

@@ -114,20 +114,17 @@ def test_padding_at_most_doubles_the_work() -> None:
     assert padded <= 2 * int(batch.seq_lens.sum())
 
 
-def test_lengths_are_read_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only ``plan`` reads from the device, and once; the layers do not."""
+def test_nothing_is_read_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host knows the lengths: neither ``plan`` nor the layers wait for the device."""
     batch, kv = make_step("mixed", 2, 16)
     q, reads = randn(batch.num_tokens, 4, 16), []
     for name in ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "nonzero"):
         true = getattr(Tensor, name)
         monkeypatch.setattr(Tensor, name, lambda *a, _n=name, _f=true, **k: (reads.append(_n), _f(*a, **k))[1])
     for backend in (TorchAttention(), TorchAttention(grouped=False)):
-        reads.clear()
         planned = replace(batch, attn_metadata=backend.plan(batch))
-        assert reads == ["tolist"]
-        for _ in range(3):
-            backend.forward(q, kv, planned, scale=0.3)
-        assert reads == ["tolist"]
+        backend.forward(q, kv, planned, scale=0.3)
+        assert not reads
 
 
 def test_backends_are_loaded_by_name() -> None:

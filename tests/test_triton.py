@@ -33,7 +33,7 @@ if triton.knobs.runtime.interpret and version(triton) < (3, 7) and version(np) >
 
 from minisgl import LLM, SamplingParams  # noqa: E402
 from minisgl.engine.attention import load_attention  # noqa: E402
-from minisgl.engine.attention.triton_backend import TritonAttention, TritonPlan  # noqa: E402
+from minisgl.engine.attention.triton_backend import TritonAttention  # noqa: E402
 from minisgl.forward import ForwardBatch  # noqa: E402
 from minisgl.kernels import philox, sampling, triton_elementwise, triton_sampling  # noqa: E402
 from minisgl.kernels.kv import store_kv  # noqa: E402
@@ -91,7 +91,7 @@ class Step:
             exact.append(exact_attention(self.q[start : start + new[i]], *own, scale))
             start += new[i]
         self.exact = torch.cat(exact)
-        self.tables = (self.batch.page_table, self.batch.cu_seqlens_q, self.batch.seq_lens)
+        self.tables = (self.batch.page_table, self.batch.seq_lens)
 
     def new_out(self) -> Tensor:
         return torch.full_like(self.q, NAN)
@@ -122,7 +122,8 @@ def test_prefill_with_and_without_a_prefix(page_size: int) -> None:
     """Chunks and prefixes that end before, at and behind a page's end; single tokens among them."""
     step = Step([1, 15, 16, 17, 1, 33, 5], [0, 0, 1, 15, 64, 16, 111], page_size=page_size)
     out = step.new_out()
-    prefill_attention(step.q, step.kv, out, *step.tables, scale=step.scale, block_m=32, block_k=32)
+    tables = step.batch.page_table, step.batch.cu_seqlens_q, step.batch.seq_lens
+    prefill_attention(step.q, step.kv, out, *tables, scale=step.scale, block_m=32, block_k=32)
     step.check(out)
 
 
@@ -146,14 +147,10 @@ def run(attention: TritonAttention, step: Step, batch: ForwardBatch | None = Non
     return attention.forward(step.q, step.kv, replace(batch, attn_metadata=attention.plan(batch)), scale=step.scale)
 
 
-@pytest.mark.parametrize(
-    ("new", "plan"),
-    [([1, 1], TritonPlan(False, True)), ([3, 3], TritonPlan(True, False)), ([1, 4], TritonPlan(True, True))],
-)
-def test_the_plan_names_the_kernels_that_a_step_needs(new: list[int], plan: TritonPlan) -> None:
-    step, attention = Step(new, [70, 600]), TritonAttention(DEVICE)
-    assert attention.plan(step.batch) == plan
-    step.check(run(attention, step))
+@pytest.mark.parametrize("new", [[1, 1], [3, 3], [1, 4], [1, 1, 4, 1, 2]])
+def test_decodes_and_prompts_of_a_step_have_a_kernel_each(new: list[int]) -> None:
+    step = Step(new, [70, 600, 3, 4, 0][: len(new)])
+    step.check(run(TritonAttention(DEVICE), step))
 
 
 def test_queries_may_be_a_view_of_the_merged_projection() -> None:
@@ -163,23 +160,12 @@ def test_queries_may_be_a_view_of_the_merged_projection() -> None:
     step.check(run(TritonAttention(DEVICE), step))
 
 
-def test_kernels_leave_what_is_not_theirs() -> None:
-    step = Step([1, 4, 1], [5, 2, 0])
-    single = torch.tensor([True, False, False, False, False, True], device=DEVICE)
-    out = step.new_out()
-    prefill_attention(step.q, step.kv, out, *step.tables, scale=step.scale, min_new=2)
-    assert torch.equal(out.isnan().flatten(1).all(1), single)
-    out = step.new_out()
-    decode_attention(step.q, step.kv, out, *step.tables, scale=step.scale)
-    assert torch.equal(out.isnan().flatten(1).all(1), ~single)
-
-
 def test_a_request_of_length_0_gets_zeros() -> None:
     """As padding of a graph: one new token on paper, none in the cache."""
     step = Step([1, 1], [20, 30])
     lengths = torch.tensor([21, 0], dtype=torch.int32, device=DEVICE)
     out = step.new_out()
-    decode_attention(step.q, step.kv, out, *step.tables[:2], lengths, scale=step.scale)
+    decode_attention(step.q, step.kv, out, step.batch.page_table, lengths, scale=step.scale)
     assert not out[1].any()
     torch.testing.assert_close(out[0].double(), step.exact[0], atol=2e-6, rtol=2e-6)
 

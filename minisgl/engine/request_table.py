@@ -76,8 +76,8 @@ class RequestTable:
         input_ids = self.last_tokens[rows[owner]]
         if len(plan.token_ids):
             input_ids[known_at] = known_ids.to(torch.int64)
-        max_len = int((plan.starts + plan.num_tokens).max())
-        page_table = self.page_table[rows, : ceil_div(max_len, self.page_size)]
+        host_seq_lens = plan.starts + plan.num_tokens
+        page_table = self.page_table[rows, : ceil_div(int(host_seq_lens.max()), self.page_size)]
         pages = page_table[owner, positions // self.page_size]
         return ForwardBatch(
             step_id=plan.step_id,
@@ -89,8 +89,9 @@ class RequestTable:
             page_table=page_table,
             logits_indices=logits_indices.to(torch.int64),
             page_size=self.page_size,
-            max_seqlen_q=int(plan.num_tokens.max()),
-            max_seqlen_k=max_len,
+            num_decodes=plan.num_decodes,
+            host_cu_seqlens_q=cu_seqlens_q,
+            host_seq_lens=host_seq_lens,
         )
 
     def remember(self, rows: Int32Array, token_ids: Tensor) -> None:

@@ -61,7 +61,7 @@ def _absorb(q, k, v, sees, scale, peak, total, acc, WIDEN: tl.constexpr):
 
 @triton.jit
 def _prefill_kernel(
-    q, kv, out, page_table, cu_seqlens_q, seq_lens, num_requests, min_new, scale,
+    q, kv, out, page_table, cu_seqlens_q, seq_lens, num_requests, scale,
     q_stride, out_stride, v_offset, table_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, WIDEN: tl.constexpr,
@@ -79,7 +79,7 @@ def _prefill_kernel(
     num_new = tl.load(cu_seqlens_q + request + 1) - begin
     length = tl.load(seq_lens + request)
     first = (block - begin // BLOCK_Q - request) * BLOCK_Q
-    if (first < num_new) & (num_new >= min_new):
+    if first < num_new:
         rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
         tokens, heads = first + rows // GROUP, kv_head * GROUP + rows % GROUP
         mask = ((rows < BLOCK_Q * GROUP) & (tokens < num_new))[:, None] & (dims < HEAD_DIM)[None, :]
@@ -104,24 +104,22 @@ def _prefill_kernel(
 
 @triton.jit
 def _decode_kernel(
-    q, kv, out, partials, peaks, totals, counters, page_table, cu_seqlens_q, seq_lens, num_splits, scale,
+    q, kv, out, partials, peaks, totals, counters, page_table, seq_lens, num_splits, scale,
     q_stride, out_stride, v_offset, table_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """A program for each request, KV head and split of the request's tokens. The last one to arrive merges."""
     request, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    begin = tl.load(cu_seqlens_q + request)
-    num_new = tl.load(cu_seqlens_q + request + 1) - begin
     length = tl.load(seq_lens + request)
     # As many splits as were launched if the request is long enough to give each a block: known only here.
     split_size = tl.cdiv(tl.maximum(tl.cdiv(length, num_splits), 1), BLOCK_K) * BLOCK_K
     num_used = tl.maximum(tl.cdiv(length, split_size), 1)
-    if (num_new == 1) & (split < num_used):
+    if split < num_used:
         rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
         tile = rows[:, None] * HEAD_DIM + dims[None, :]
         mask = (rows < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-        q_tile = tl.load(q + begin.to(tl.int64) * q_stride + kv_head * GROUP * HEAD_DIM + tile, mask=mask, other=0.0)
+        q_tile = tl.load(q + request.to(tl.int64) * q_stride + kv_head * GROUP * HEAD_DIM + tile, mask=mask, other=0.0)
 
         peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
@@ -132,7 +130,7 @@ def _decode_kernel(
             k, v = _load_kv(kv, v_offset, page_row, places, length, kv_head, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_D)
             peak, total, acc = _absorb(q_tile, k, v, (places < length)[None, :], scale, peak, total, acc, WIDEN)
 
-        out_tile = out + begin.to(tl.int64) * out_stride + kv_head * GROUP * HEAD_DIM + tile
+        out_tile = out + request.to(tl.int64) * out_stride + kv_head * GROUP * HEAD_DIM + tile
         if num_used == 1:
             # A request without tokens (padding of a graph) has a total of 0: its output is 0.
             result = acc / tl.where(total > 0, total, 1.0)[:, None]
@@ -186,11 +184,10 @@ def prefill_attention(
     seq_lens: Tensor,
     *,
     scale: float,
-    min_new: int = 1,
     block_m: int = 64,
     block_k: int | None = None,
 ) -> None:
-    """Causal attention of requests with at least ``min_new`` new tokens; the outputs of others are left alone.
+    """Causal attention of requests with any number of new tokens.
 
     Args:
         q: ``[N, num_heads, head_dim]`` float32, float16 or bfloat16; the heads of a token lie side by side.
@@ -210,7 +207,7 @@ def prefill_attention(
     block_m = max(block_m, triton.next_power_of_2(group))
     grid = (q.shape[0] // (block_m // group) + num_requests, num_kv_heads)
     _prefill_kernel[grid](
-        q, kv, out, page_table, cu_seqlens_q, seq_lens, num_requests, min_new, scale * _LOG2_E,
+        q, kv, out, page_table, cu_seqlens_q, seq_lens, num_requests, scale * _LOG2_E,
         q.stride(0), out.stride(0), kv.stride(0), page_table.stride(0),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, PAGE_SIZE=kv.shape[2],
         BLOCK_R=triton.next_power_of_2(num_requests), BLOCK_M=block_m, BLOCK_K=block_k or _block_k(head_dim),
@@ -223,7 +220,6 @@ def decode_attention(
     kv: Tensor,
     out: Tensor,
     page_table: Tensor,
-    cu_seqlens_q: Tensor,
     seq_lens: Tensor,
     counters: Tensor | None = None,
     *,
@@ -231,11 +227,10 @@ def decode_attention(
     num_splits: int = 1,
     block_k: int | None = None,
 ) -> None:
-    """Attention of requests with exactly one new token; the outputs of others are left alone. A request of length 0
-    gets zeros.
+    """Attention of requests with one new token each: N is R. A request of length 0 gets zeros.
 
     Args:
-        q, kv, out, page_table, cu_seqlens_q, seq_lens, scale, block_k: see `prefill_attention`.
+        q, kv, out, page_table, seq_lens, scale, block_k: see `prefill_attention`.
         counters: at least ``R * num_kv_heads`` int32, all 0; 0 again afterwards. Launches that share them must not run
             at the same time. Only needed for more than one split.
         num_splits: programs that share a request's tokens; a request too short for all of them uses fewer.
@@ -250,7 +245,7 @@ def decode_attention(
         peaks, totals = torch.empty((2, *shape), dtype=torch.float32, device=q.device)
     _decode_kernel[num_requests, num_kv_heads, num_splits](
         q, kv, out, partials, peaks, totals, seq_lens if counters is None else counters,
-        page_table, cu_seqlens_q, seq_lens, num_splits, scale * _LOG2_E,
+        page_table, seq_lens, num_splits, scale * _LOG2_E,
         q.stride(0), out.stride(0), kv.stride(0), page_table.stride(0),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, PAGE_SIZE=kv.shape[2],
         BLOCK_M=max(_MIN_ROWS, triton.next_power_of_2(group)), BLOCK_K=block_k or _block_k(head_dim),

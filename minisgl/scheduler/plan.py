@@ -60,7 +60,8 @@ class SchedulerOutput:
 
     Args:
         step_id: counts up from 1.
-        rows: ``[R]`` int32, row of each request, in order of arrival.
+        rows: ``[R]`` int32, row of each request: first those with a single token to compute, then the longer ones (so
+            that a step is decodes, then prompts, and each part has its own attention kernel); both in order of arrival.
         num_tokens: ``[R]`` int32, tokens to compute.
         starts: ``[R]`` int32, position of the first of them.
         samples: ``[R]`` bool, whether the step ends with a new token for this request.
@@ -96,6 +97,11 @@ class SchedulerOutput:
     def num_requests(self) -> int:
         """R."""
         return len(self.rows)
+
+    @property
+    def num_decodes(self) -> int:
+        """Requests with a single token to compute; they come first."""
+        return int((self.num_tokens == 1).sum())
 
     @property
     def total_tokens(self) -> int:

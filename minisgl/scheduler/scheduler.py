@@ -228,7 +228,7 @@ class Scheduler:
         """Freeze the draft into columns, and count its tokens as computed."""
         c = self.rows
         rows, num_tokens = draft.columns()
-        order = np.argsort(c.arrival[rows], kind="stable")
+        order = np.lexsort((c.arrival[rows], num_tokens > 1))
         rows, num_tokens = rows[order], num_tokens[order]
         starts = c.num_computed[rows]
         samples = starts + num_tokens == c.num_tokens[rows]

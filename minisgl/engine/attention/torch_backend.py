@@ -81,9 +81,8 @@ class TorchAttention:
         self.grouped = grouped
 
     def plan(self, batch: ForwardBatch) -> TorchPlan:
-        """Read the step's lengths from the device, once, and form the groups."""
-        both = torch.cat((batch.cu_seqlens_q, batch.seq_lens)).tolist()
-        starts, lengths = both[: batch.num_requests + 1], both[batch.num_requests + 1 :]
+        """Form the groups, from the lengths on the host."""
+        starts, lengths = batch.host_cu_seqlens_q.tolist(), batch.host_seq_lens.tolist()
         if not self.grouped:
             return TorchPlan(starts, lengths, ())
         # Lengths within a factor of two share a group, so that padding at most doubles the work.
@@ -93,15 +92,14 @@ class TorchAttention:
         groups = [_group(batch, rows, num_new, max(lengths[i] for i in rows)) for (num_new, _), rows in members.items()]
         return TorchPlan(starts, lengths, tuple(groups))
 
-    def forward(self, q: Tensor, kv: Tensor, batch: ForwardBatch, *, scale: float) -> Tensor:
+    def forward(self, q: Tensor, kv: Tensor, batch: ForwardBatch, *, scale: float, out: Tensor | None = None) -> Tensor:
         """See `minisgl.forward.AttentionBackend`."""
         plan: TorchPlan = batch.attn_metadata
-        out_NHD = torch.empty_like(q)
+        out_NHD = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
         if plan.groups:
             k_slots, v_slots = kv.flatten(1, 2)
             for group in plan.groups:
-                out = _attend_group(q, k_slots, v_slots, group, scale)
-                out_NHD.index_copy_(0, group.tokens, out)
+                out_NHD.index_copy_(0, group.tokens, _attend_group(q, k_slots, v_slots, group, scale))
             return out_NHD
         for i, length in enumerate(plan.lengths):
             tokens = slice(plan.starts[i], plan.starts[i + 1])

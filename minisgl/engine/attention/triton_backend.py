@@ -21,17 +21,16 @@ from minisgl.kernels.triton_attention import choose_num_splits, decode_attention
 NUM_PROGRAMS = 512
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class TritonPlan:
-    """Which kernels a step needs, as far as the host can tell.
+    """The prompts of a step, which stand behind its decodes.
 
     Args:
-        prefill: a request may have several new tokens.
-        decode: a request may have a single one.
+        prompt_starts: ``[prompts + 1]`` int32, where each prompt's tokens begin, counted from the first prompt's; None
+            if the step has no prompts.
     """
 
-    prefill: bool
-    decode: bool
+    prompt_starts: Tensor | None
 
 
 class TritonAttention:
@@ -55,20 +54,25 @@ class TritonAttention:
         self.counters = torch.zeros(NUM_PROGRAMS, dtype=torch.int32, device=device)
 
     def plan(self, batch: ForwardBatch) -> TritonPlan:
-        """From host numbers only. Requests with one new token among longer ones are found on the device."""
-        one_each = batch.max_seqlen_q == 1
-        alike = batch.num_tokens == batch.num_requests * batch.max_seqlen_q
-        return TritonPlan(prefill=not one_each, decode=one_each or not alike)
+        """Which kernels the step needs, as the host knows."""
+        d = batch.num_decodes
+        return TritonPlan(batch.cu_seqlens_q[d:] - d if d < batch.num_requests else None)
 
-    def forward(self, q: Tensor, kv: Tensor, batch: ForwardBatch, *, scale: float) -> Tensor:
+    def forward(self, q: Tensor, kv: Tensor, batch: ForwardBatch, *, scale: float, out: Tensor | None = None) -> Tensor:
         """See `minisgl.forward.AttentionBackend`."""
         plan: TritonPlan = batch.attn_metadata
-        out_NHD = torch.empty_like(q, memory_format=torch.contiguous_format)
-        step = (q, kv, out_NHD, batch.page_table, batch.cu_seqlens_q, batch.seq_lens)
-        if plan.prefill:
-            prefill_attention(*step, scale=scale, min_new=2 if plan.decode else 1)
-        if plan.decode:
-            num_items = batch.num_requests * kv.shape[3]
-            num_splits = choose_num_splits(num_items, batch.max_seqlen_k, num_programs=NUM_PROGRAMS)
-            decode_attention(*step, self.counters, scale=scale, num_splits=num_splits)
+        out_NHD = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+        d = batch.num_decodes
+        if plan.prompt_starts is not None:
+            prefill_attention(
+                q[d:], kv, out_NHD[d:], batch.page_table[d:], plan.prompt_starts, batch.seq_lens[d:], scale=scale
+            )
+        if d:
+            num_splits = choose_num_splits(
+                d * kv.shape[3], int(batch.host_seq_lens[:d].max()), num_programs=NUM_PROGRAMS
+            )
+            decode_attention(
+                q[:d], kv, out_NHD[:d], batch.page_table[:d], batch.seq_lens[:d], self.counters,
+                scale=scale, num_splits=num_splits,
+            )  # fmt: skip
         return out_NHD
