@@ -21,6 +21,7 @@ from minisgl.request import (
     Timings,
     Usage,
 )
+from minisgl.server.client import Delta, Update
 from minisgl.server.detokenizer import Detokenizer
 from minisgl.server.tokenizer import Tokenizer
 from minisgl.utils import Int32Array
@@ -37,6 +38,8 @@ class _Completion:
     stop_reason: str | int | None = None
     first_token_s: float | None = None
     end: FinishedRequest | None = None  # what the engine said
+    num_taken: tuple[int, int] = (0, 0)  # characters and tokens that `take` has given out
+    is_told: bool = False  # `take` has given out the finish reason
 
     def finish(self, reason: FinishReason, stop_reason: str | int | None) -> None:
         self.detokenizer.finish()
@@ -52,6 +55,9 @@ class _Prompt:
     arrival_s: float
     completions: list[_Completion]
     logprobs: list[dict[int, Logprob] | None] | None
+    num_logprobs: int = 1  # prompt tokens whose log-probability is known; the first has none
+    is_taken: bool = False
+    logprobs_are_taken: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,10 +182,7 @@ class OutputAssembler:
     def output(self, request_id: str) -> RequestOutput:
         """What the prompt has brought so far. Its ``usage.cached_tokens`` is known once a completion has ended."""
         prompt = self._prompts[request_id]
-        completions = prompt.completions
-        ends = [c.end for c in completions if c.end is not None]
-        first_token = [c.first_token_s for c in completions if c.first_token_s is not None]
-        finished = len(ends) == len(completions)
+        timings = self._timings(prompt)
         return RequestOutput(
             request_id=request_id,
             prompt=prompt.text,
@@ -193,21 +196,76 @@ class OutputAssembler:
                     stop_reason=c.stop_reason,
                     logprobs=None if c.logprobs is None else list(c.logprobs),
                 )
-                for c in completions
+                for c in prompt.completions
             ),
-            finished=finished,
-            usage=Usage(
-                prompt_tokens=len(prompt.token_ids),
-                cached_tokens=min((e.usage.cached_tokens for e in ends), default=0),
-                completion_tokens=sum(len(c.token_ids) for c in completions),
-            ),
-            timings=Timings(
-                arrival_s=prompt.arrival_s,
-                first_token_s=min(first_token, default=None),
-                finished_s=max((e.timings.finished_s or 0.0 for e in ends), default=None) if finished else None,
-            ),
+            finished=timings.finished_s is not None,
+            usage=self._usage(prompt),
+            timings=timings,
             prompt_logprobs=None if prompt.logprobs is None else list(prompt.logprobs),
         )
+
+    def take(self, request_id: str) -> Update:
+        """What the prompt has brought since the last time; the cost is that of what is new. The last update has
+        timings; `forget` may follow."""
+        prompt = self._prompts[request_id]
+        deltas = tuple(delta for c in prompt.completions if (delta := self._delta(c)) is not None)
+        logprobs = None
+        if (
+            prompt.logprobs is not None
+            and not prompt.logprobs_are_taken
+            and prompt.num_logprobs >= len(prompt.token_ids)
+        ):
+            logprobs, prompt.logprobs_are_taken = tuple(prompt.logprobs), True
+        prompt_token_ids = None if prompt.is_taken else tuple(prompt.token_ids.tolist())
+        prompt.is_taken = True
+        usage, timings = self._usage(prompt), self._timings(prompt)
+        return Update(
+            request_id,
+            deltas,
+            usage,
+            prompt_token_ids=prompt_token_ids,
+            prompt_logprobs=logprobs,
+            timings=None if timings.finished_s is None else timings,
+        )
+
+    @staticmethod
+    def _delta(c: _Completion) -> Delta | None:
+        chars, tokens = c.num_taken
+        ends_now = c.finish_reason is not None and not c.is_told
+        if not ends_now and len(c.token_ids) == tokens:
+            return None
+        delta = Delta(
+            c.index,
+            c.detokenizer.text_from(chars),
+            tuple(c.token_ids[tokens:]),
+            logprobs=None if c.logprobs is None else tuple(c.logprobs[tokens:]),
+            finish_reason=c.finish_reason,
+            stop_reason=c.stop_reason,
+        )
+        c.num_taken, c.is_told = (c.detokenizer.num_chars, len(c.token_ids)), c.finish_reason is not None
+        return delta
+
+    def _usage(self, prompt: _Prompt) -> Usage:
+        cached = [c.end.usage.cached_tokens for c in prompt.completions if c.end is not None]
+        return Usage(
+            prompt_tokens=len(prompt.token_ids),
+            cached_tokens=min(cached, default=0),
+            completion_tokens=sum(len(c.token_ids) for c in prompt.completions),
+        )
+
+    def _timings(self, prompt: _Prompt) -> Timings:
+        first_token = [c.first_token_s for c in prompt.completions if c.first_token_s is not None]
+        ends = [c.end.timings.finished_s or 0.0 for c in prompt.completions if c.end is not None]
+        return Timings(
+            arrival_s=prompt.arrival_s,
+            first_token_s=min(first_token, default=None),
+            finished_s=max(ends) if len(ends) == len(prompt.completions) else None,
+        )
+
+    def unfinished(self, request_id: str) -> list[str]:
+        """The prompt's engine requests that have not ended. Unknown ids have none."""
+        prompt = self._prompts.get(request_id)
+        return [] if prompt is None else [c.request_id for c in prompt.completions if c.end is None]
 
     def forget(self, request_id: str) -> list[str]:
         """Forget a prompt, ended or not; returns its engine requests that have not ended. Unknown ids have none."""
@@ -232,4 +290,5 @@ class OutputAssembler:
         for i in range(len(columns.logprobs)):
             position = start + 1 + i
             token_id = int(prompt.token_ids[position])
+            prompt.num_logprobs = max(prompt.num_logprobs, position + 1)
             prompt.logprobs[position] = self._logprobs(columns, i, token_id, prompt.params.prompt_logprobs or 0)

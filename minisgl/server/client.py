@@ -6,9 +6,11 @@ echo that needs no model: the front cannot tell. It speaks of texts and answers.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+import msgspec
 
 from minisgl.request import FinishReason, Logprob, SamplingParams, Timings, Usage
 
@@ -34,9 +36,8 @@ class GenerateRequest:
     tools: list[dict[str, Any]] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """What one completion has gained since its last delta.
+class Delta(msgspec.Struct, frozen=True, array_like=True):
+    """What one completion has gained since its last delta. Made for the wire, as `Update` is: there are very many.
 
     Args:
         index: which of the ``n`` completions.
@@ -55,8 +56,7 @@ class Delta:
     stop_reason: str | int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
+class Update(msgspec.Struct, frozen=True, array_like=True):
     """News of one request. Deltas of a slow reader are merged, so there is one a completion at most.
 
     Args:
@@ -134,7 +134,13 @@ class EngineClient(Protocol):
         """Why the engine is gone for good, or None."""
         ...
 
-    def generate(self, request: GenerateRequest) -> AsyncIterator[Update]:
+    @property
+    def not_ready(self) -> str | None:
+        """Why requests had better go elsewhere now, or None: what `failure` says, or the engine is starting, its loop
+        has not turned for long, or its answer to a known prompt was not the known one."""
+        ...
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Update, None]:
         """Answer a request. The first update comes once it is accepted, the last one has ``timings``.
 
         Closing the iterator early, in whatever way, aborts the request: its rows and pages come free.

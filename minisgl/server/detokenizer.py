@@ -53,6 +53,7 @@ class Detokenizer:
         self._is_first = True
         self._state = 0  # of the stop strings
         self._pending = ""  # decoded, not given out
+        self.num_chars = 0  # of `text`
         self._sent: list[str] = []
         self._is_finished = False
 
@@ -62,6 +63,16 @@ class Detokenizer:
         if len(self._sent) > 1:
             self._sent = ["".join(self._sent)]
         return self._sent[0] if self._sent else ""
+
+    def text_from(self, start: int) -> str:
+        """``text[start:]``, at the cost of that part alone."""
+        pieces, num_missing = [], self.num_chars - start
+        for piece in reversed(self._sent):
+            if num_missing <= 0:
+                break
+            pieces.append(piece[-num_missing:])
+            num_missing -= len(piece)
+        return "".join(reversed(pieces))
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Take the next tokens, any number of them, and return the text that may be sent now."""
@@ -113,4 +124,5 @@ class Detokenizer:
         text, self._pending = self._pending[:num_ready], self._pending[num_ready:]
         if text:
             self._sent.append(text)
+            self.num_chars += len(text)
         return text
