@@ -1,7 +1,7 @@
 """From logits to a token, one meaning a function: plain torch on ``[S, V]``, each row on its own.
 
 Chapter 5 tells this module's story; `minisgl.engine.sampler` decides which rows need what, and keeps their state.
-S rows, V tokens of the vocabulary. Owns nothing, changes no argument.
+S rows, V tokens of the vocabulary. Owns nothing; only `sample_rows` changes what it is given.
 
 A step applies, in this order, only what its rows ask for:
 
@@ -170,6 +170,57 @@ def gumbel_argmax(
         exponential = torch.log1p(-philox(seeds[part], positions[part], vocab_size)).neg_()
         values[part], token_ids[part] = most_likely(logits[part] - exponential.log_())
     return values, token_ids
+
+
+def sample_rows(
+    logits: Tensor,
+    rows: Tensor,
+    temperature_by_row: Tensor,
+    seeds_by_row: Tensor,
+    positions_by_row: Tensor,
+    last_tokens_by_row: Tensor,
+    vocab_size: int,
+    out: Tensor | None = None,
+    *,
+    max_elements: int = MAX_SLICE_ELEMENTS,
+) -> Tensor:
+    """The next token of rows that need nothing but a temperature, and what their rows remember of it.
+
+    `most_likely` where the temperature is 0, else `gumbel_argmax` of `apply_temperature`. Never waits for a CUDA
+    device, so that a graph can hold it.
+
+    Args:
+        logits: ``[S, at least V]`` of any float dtype; columns behind V are padding.
+        rows: ``[S]`` int32, all different but for -1: padding, which changes no row.
+        temperature_by_row: ``[max_running]`` float32, 0 or more.
+        seeds_by_row: ``[max_running]`` int64.
+        positions_by_row: ``[max_running]`` int64, how many tokens the request has output before; counted up.
+        last_tokens_by_row: ``[max_running]`` int64; takes the new token.
+        vocab_size: V.
+        out: where to write the result; made if None.
+        max_elements: bound for the temporaries.
+
+    Returns:
+        ``[2, S]`` int32: the tokens, and 1 where a row is sound, 0 where it held NaN, plus infinity or nothing but
+        minus infinity: such a row's token is 0. Padding gets 0 and 0.
+    """
+    out = torch.empty((2, len(rows)), dtype=torch.int32, device=logits.device) if out is None else out
+    real, index = rows >= 0, rows.clamp(min=0).to(torch.int64)
+    temperature, seeds, positions = temperature_by_row[index], seeds_by_row[index], positions_by_row[index]
+    for part in _slices(len(rows), vocab_size, max_elements):
+        raw, heat = logits[part, :vocab_size], temperature[part]
+        values, token_ids = most_likely(raw)
+        if heat.is_cuda or heat.any():
+            scaled = apply_temperature(raw, heat.where(heat > 0, 1))
+            _, drawn = gumbel_argmax(scaled, seeds[part], positions[part], max_elements=max_elements)
+            token_ids = drawn.where(heat > 0, token_ids)
+        sound = (values.abs() < torch.inf) & real[part]
+        out[0, part] = token_ids.where(sound, 0).to(torch.int32)
+        out[1, part] = sound.to(torch.int32)
+    # Differences, because padding shares its index with row 0, and adds nothing to it.
+    last_tokens_by_row.index_add_(0, index, (out[0] - last_tokens_by_row[index]).where(real, 0))
+    positions_by_row.index_add_(0, index, real.to(torch.int64))
+    return out
 
 
 @dataclass(frozen=True, slots=True, eq=False)
