@@ -77,22 +77,37 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure", description="Measure.").add_subparsers(
         metavar="WHAT", required=True
     )
-    offline = _command(bench, "offline", _bench_offline, "throughput of a batch of random prompts")
-    offline.add_argument("--num-requests", type=_integer(1), default=64, metavar="N", help="prompts (default: 64)")
+    offline = _bench(bench, "offline", _bench_offline, "throughput of a batch of random prompts", repeats=3)
+    offline.add_argument("--num-requests", type=_integer(1), default=256, metavar="N", help="prompts (default: 256)")
     for name in ("input", "output"):
         offline.add_argument(
             f"--{name}-len", type=_integer(1), nargs=2, default=(100, 1024), metavar=("MIN", "MAX"),
             help="tokens, between these two (default: 100 1024)",
         )  # fmt: skip
     offline.add_argument(
-        "--repeats", type=_integer(1), default=3, metavar="N", help="measured runs of each (default: 3)"
-    )
-    offline.add_argument(
-        "--compare", action="append", default=[], choices=["plain loop", "recorded", "no prefix cache"],
-        help="also measure this variant; may be repeated",
+        "--compare", action="append", default=[], choices=["plain loop", "recorded", "no prefix cache", "transformers"],
+        help="also measure this variant, or transformers' continuous batching; may be repeated",
     )  # fmt: skip
-    offline.add_argument("--output", metavar="FILE", help="write the figures, and where they come from, as JSON")
-    _add_fields(offline, EngineConfig, skip=("record", "trace"))
+    latency = _bench(bench, "latency", _bench_latency, "few requests of one length", repeats=3)
+    latency.add_argument(
+        "--row", action="append", type=_row(3), metavar="NxIN/OUT",
+        help="requests, tokens in, tokens out; may be repeated (default: 1x128/512, 16x128/512, 64x512/256)",
+    )  # fmt: skip
+    prefill = _bench(bench, "prefill", _bench_prefill, "prompts that bring a single token each", repeats=5)
+    prefill.add_argument(
+        "--row", action="append", type=_row(2), metavar="NxIN", help="prompts, tokens of each (default: 32x1024)"
+    )
+    everything = _bench(bench, "all", _bench_all, "all rows that have a target, in one table", skip=("model",))
+    everything.add_argument("--shapes", metavar="NAMES", help="only these shapes, separated by commas")
+
+    profile = _command(commands, "profile", _profile, "say where the time of a step goes, kernel by kernel")
+    profile.add_argument("--kind", choices=["decode", "prefill"], default="decode", help="of step (default: decode)")
+    for name, default, text in (("batch", 64, "requests"), ("context", 512, "tokens of each"), ("steps", 8, "steps")):
+        profile.add_argument(
+            f"--{name}", type=_integer(1), default=default, metavar="N", help=f"{text} (default: {default})"
+        )
+    profile.add_argument("--perfetto", metavar="FILE", help="write the trace for ui.perfetto.dev or chrome://tracing")
+    _add_measured(profile)
     return parser
 
 
@@ -173,18 +188,54 @@ def _info(args: argparse.Namespace) -> int:
 
 def _bench_offline(args: argparse.Namespace) -> int:
     from minisgl.benchmark.offline import bench_offline  # draws in torch
+    from minisgl.benchmark.workload import mixed_lengths
 
     for name, (low, high) in {"input": args.input_len, "output": args.output_len}.items():
         if low > high:
             args.parser.error(f"argument --{name}-len: MIN must be at most MAX, got {low} {high}")
+    workload = mixed_lengths(args.num_requests, input_len=tuple(args.input_len), output_len=tuple(args.output_len))
     bench_offline(
-        _options(_from_args(EngineConfig, args)),
-        num_requests=args.num_requests,
-        input_len=tuple(args.input_len),
-        output_len=tuple(args.output_len),
+        workload=workload,
         repeats=args.repeats,
-        variants=("as asked", *args.compare),
-        output=args.output,
+        variants=("as asked", *(name for name in args.compare if name != "transformers")),
+        transformers="transformers" in args.compare,
+        **_measured(args),
+    )
+    return 0
+
+
+def _bench_latency(args: argparse.Namespace) -> int:
+    from minisgl.benchmark.latency import ROWS, bench_latency  # draws in torch
+
+    bench_latency(rows=args.row or ROWS, repeats=args.repeats, **_measured(args))
+    return 0
+
+
+def _bench_prefill(args: argparse.Namespace) -> int:
+    from minisgl.benchmark.prefill import ROWS, bench_prefill  # draws in torch
+
+    bench_prefill(rows=args.row or ROWS, repeats=args.repeats, **_measured(args))
+    return 0
+
+
+def _bench_all(args: argparse.Namespace) -> int:
+    from minisgl.benchmark.targets import bench_all  # draws in torch
+
+    shapes = args.shapes.split(",") if args.shapes else ()
+    bench_all(_options(_from_args(EngineConfig, args)), shapes=shapes, output=args.output)
+    return 0
+
+
+def _profile(args: argparse.Namespace) -> int:
+    from minisgl.benchmark.profile import profile  # draws in torch
+
+    profile(
+        kind=args.kind,
+        batch=args.batch,
+        context=args.context,
+        steps=args.steps,
+        perfetto=args.perfetto,
+        **_measured(args),
     )
     return 0
 
@@ -220,6 +271,38 @@ def _command(
     )
     parser.set_defaults(run=run, parser=parser)
     return parser
+
+
+def _bench(
+    commands: Any,
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    description: str,
+    *,
+    repeats: int | None = None,
+    skip: Collection[str] = (),
+) -> argparse.ArgumentParser:
+    """A command that measures an engine."""
+    parser = _command(commands, name, run, description)
+    if repeats is not None:
+        text = f"measured runs of each, after one that warms up (default: {repeats})"
+        parser.add_argument("--repeats", type=_integer(1), default=repeats, metavar="N", help=text)
+    _add_measured(parser, skip=skip)
+    return parser
+
+
+def _add_measured(parser: argparse.ArgumentParser, *, skip: Collection[str] = ()) -> None:
+    """The options that all measurements share."""
+    if "model" not in skip:
+        text = "a published model's shape with random weights instead of a model, such as qwen3-0.6b"
+        parser.add_argument("--shape", metavar="NAME", help=text)
+    parser.add_argument("--output", metavar="FILE", help="write the figures, and where they come from, as JSON")
+    _add_fields(parser, EngineConfig, skip=("record", "trace", *skip))
+
+
+def _measured(args: argparse.Namespace) -> dict[str, Any]:
+    """The same as arguments of what measures."""
+    return {"options": _options(_from_args(EngineConfig, args)), "shape": args.shape, "output": args.output}
 
 
 def _add_fields(
@@ -261,6 +344,20 @@ def _integer(low: int, high: int | None = None) -> Callable[[str], int]:
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
         return int(text)
+
+    return parse
+
+
+def _row(count: int) -> Callable[[str], tuple[int, ...]]:
+    """A parser of that many positive integers, as in 16x128/512."""
+    wanted, pattern = ("NxIN/OUT", r"(\d+)x(\d+)/(\d+)") if count == 3 else ("NxIN", r"(\d+)x(\d+)")
+
+    def parse(text: str) -> tuple[int, ...]:
+        match = re.fullmatch(pattern, text, re.ASCII)
+        numbers = tuple(map(int, match.groups())) if match else ()
+        if not numbers or min(numbers) < 1:
+            raise argparse.ArgumentTypeError(f"must be {wanted} with positive integers, got {text!r}")
+        return numbers
 
     return parse
 

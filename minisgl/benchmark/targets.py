@@ -1,0 +1,194 @@
+"""`minisgl bench all`: every figure that this engine is held to, on one device in one command.
+
+What must be reached, and what is the goal, stands here beside each row and nowhere else. The figures are for one H200:
+on another device the shares of the roofline still mean something, the targets do not.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from minisgl.benchmark.ceilings import Ceilings
+from minisgl.benchmark.measure import Bench, Count, as_report, ceilings_of, engine_options, open_bench
+from minisgl.benchmark.report import table, write_report
+from minisgl.benchmark.workload import Workload, equal_lengths, mixed_lengths
+from minisgl.launch import find_device
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A row: tokens a second that must be reached, and that are aimed at.
+
+    Args:
+        name: what the row is called.
+        shape: of `minisgl.benchmark.shapes.SHAPES`; None: the model that the options name.
+        workload: what is run.
+        must, goal: tokens a second; None: none is set.
+        count: which tokens.
+        repeats: measured runs.
+    """
+
+    name: str
+    shape: str | None
+    workload: Workload
+    must: float | None
+    goal: float | None
+    count: Count = "output"
+    repeats: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class StartUp:
+    """A row: seconds from the start of a process to its first token."""
+
+    shape: str | None
+    must: float | None
+    goal: float | None
+
+
+TARGETS: tuple[Target | StartUp, ...] = (
+    Target("one request, 128 in, 512 out", "qwen3-0.6b", equal_lengths(1, 128, 512), 1200, 2000),
+    Target("16 requests, 128 in, 512 out", "qwen3-0.6b", equal_lengths(16, 128, 512), 16_000, 22_000),
+    Target("64 requests, 512 in, 256 out", "qwen3-0.6b", equal_lengths(64, 512, 256), 24_000, 32_000),
+    Target("prefill 32 x 1,024", "qwen3-0.6b", equal_lengths(32, 1024, 1), 480_000, 530_000, "input", 7),
+    Target("offline", "qwen3-0.6b", mixed_lengths(), 26_000, 32_000),
+    StartUp("qwen3-8b", 25, 12),
+    Target("one request, 128 in, 512 out", "qwen3-8b", equal_lengths(1, 128, 512), 225, 260),
+    Target("prefill 32 x 1,024", "qwen3-8b", equal_lengths(32, 1024, 1), 45_000, 47_000, "input", 5),
+    Target("offline", "qwen3-8b", mixed_lengths(), 10_000, 11_300, repeats=2),
+    Target("offline", "qwen3-14b", mixed_lengths(), 6400, 7200, repeats=2),
+)  # fmt: skip
+
+
+def bench_all(
+    options: Mapping[str, Any],
+    *,
+    shapes: Sequence[str] = (),
+    targets: Sequence[Target | StartUp] = TARGETS,
+    output: str | None = None,
+) -> list[dict[str, Any]]:
+    """Measure each row of ``targets``, with one engine for all rows of a shape, and print one table.
+
+    Args:
+        options: of `LLM`.
+        shapes: measure only these; none named: all.
+        targets: rows.
+        output: JSON file; it is written again after each shape, so that nothing measured is lost.
+
+    Raises:
+        RuntimeError: rows could not be measured; those that could are printed and written before.
+    """
+    chosen = [t for t in targets if not shapes or t.shape in shapes]
+    if not chosen:
+        raise ValueError(f"no row has a shape among {', '.join(shapes)}")
+    device = find_device(options.get("device", "auto"))
+    started = time.perf_counter()
+    ceilings = ceilings_of(options)
+    rows: list[dict[str, Any]] = []
+    details: dict[str, Any] = {}
+    failed: list[str] = []
+    for shape in dict.fromkeys(t.shape for t in chosen):
+        name = shape or str(options.get("model", "tiny"))
+        try:
+            for row, detail in _measure_shape(options, shape, [t for t in chosen if t.shape == shape], ceilings):
+                rows.append(row)
+                details.setdefault(name, {}).update(detail)
+                print(f"{row['row']}, {row['shape']}: {row['measured']:,.4g}", file=sys.stderr, flush=True)
+        except (RuntimeError, ValueError, MemoryError) as error:
+            logger.exception("%s could not be measured to the end", name)
+            failed.append(f"{name}: {error}")
+        if output is not None:
+            report = {
+                "ceilings": as_report(ceilings), "rows": rows, "failed": failed, "details": details,
+                "total seconds": time.perf_counter() - started,
+            }  # fmt: skip
+            write_report(output, "all targets", device, report)
+    if rows:
+        print(table(rows))
+    print(", ".join(f"{value:.4g} {key}" for key, value in as_report(ceilings).items()))
+    if failed:
+        raise RuntimeError(f"not everything could be measured: {'; '.join(failed)}")
+    return rows
+
+
+def _measure_shape(
+    options: Mapping[str, Any], shape: str | None, targets: Sequence[Target | StartUp], ceilings: Ceilings
+) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """A row of the table and what the report knows beyond it, for each target."""
+    for target in targets:
+        if isinstance(target, StartUp):
+            with engine_options(options, shape) as changed:
+                seconds = start_up_seconds(changed)
+            reached = None if target.must is None else seconds <= target.must
+            name = shape or str(options.get("model", "tiny"))
+            yield _row("start-up to first token, s", name, seconds, None, target, reached), {"start-up s": seconds}
+    measured = [t for t in targets if isinstance(t, Target)]
+    if measured:
+        with open_bench(options, shape=shape, ceilings=ceilings) as bench:
+            for target in measured:
+                yield _measure(bench, target)
+
+
+def _measure(bench: Bench, target: Target) -> tuple[dict[str, Any], dict[str, Any]]:
+    runs = bench.measure(target.workload, target.repeats)
+    full = bench.row(target.name, target.workload, runs, count=target.count)
+    measured = full[f"{target.count} tok/s"]
+    reached = None if target.must is None else measured >= target.must
+    row = _row(f"{target.name}, {target.count} tok/s", bench.name, measured, full, target, reached)
+    all_runs = [{"seconds": run.seconds, "first token ms": 1e3 * statistics.median(run.first_token_s)} for run in runs]
+    return row, {**bench.facts(), target.name: {**full, "runs": all_runs}}
+
+
+def _row(
+    name: str, shape: str, measured: float, full: dict[str, Any] | None, target: Target | StartUp, reached: bool | None
+) -> dict[str, Any]:
+    return {
+        "row": name,
+        "shape": shape,
+        "measured": measured,
+        "spread %": full and full["spread %"],
+        "serial roofline": full and full["serial roofline"],
+        "share %": full and full["share %"],
+        "launch-aware": full and full["launch-aware"],
+        "must": target.must,
+        "goal": target.goal,
+        "reached": None if reached is None else "yes" if reached else "NO",
+    }
+
+
+_CHILD = """
+import json, sys
+from minisgl import LLM, SamplingParams
+with LLM(**json.loads(sys.argv[1])) as llm:
+    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1, ignore_eos=True), use_tqdm=False)
+    print("first token", flush=True)
+"""
+
+
+def start_up_seconds(options: Mapping[str, Any]) -> float:
+    """Seconds from the start of a new process, imports and all, to its first token. Raises ``RuntimeError`` with its
+    last words if it brings none."""
+    started = time.perf_counter()
+    with subprocess.Popen(
+        [sys.executable, "-c", _CHILD, json.dumps(dict(options))],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as child:
+        assert child.stdout is not None
+        line = child.stdout.readline()
+        seconds = time.perf_counter() - started
+        _, errors = child.communicate()
+    if line.strip() != "first token":
+        raise RuntimeError(f"the process brought no token: {(errors.strip().splitlines() or ['no message'])[-1]}")
+    return seconds
