@@ -27,7 +27,7 @@ class FakeClient:
     dies_after: int | None = None
     info: ModelInfo = field(default_factory=lambda: ModelInfo("fake", 64, VOCAB, True))
     failure: str | None = None
-    heartbeat_age_s: float = 0.0
+    not_ready: str | None = None
     running: set[str] = field(default_factory=set)
     seen: list[GenerateRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
@@ -128,8 +128,7 @@ class FakeClient:
 
     async def stats(self, *, detail: bool = False) -> EngineStats:
         return EngineStats(num_running=len(self.running), num_pages=8, num_free_pages=6,
-                           num_cached_pages=1, prompt_tokens=10, cached_tokens=5,
-                           heartbeat_age_s=self.heartbeat_age_s, detail={"batch": []} if detail else {})  # fmt: skip
+                           num_cached_pages=1, prompt_tokens=10, cached_tokens=5, detail={"batch": []} if detail else {})  # fmt: skip
 
     async def close(self) -> None:
         pass

@@ -18,12 +18,12 @@ from starlette.types import Receive, Send
 from minisgl.request import Usage
 from minisgl.server import sse
 from minisgl.server.answers import AnswerFormat, Echo, Text
-from minisgl.server.client import EngineClient, EngineDied, GenerateRequest, Update
+from minisgl.server.client import EngineClient, EngineDied, EngineStats, GenerateRequest, Update
 from minisgl.server.config import ServerConfig
 from minisgl.server.errors import ApiError, as_api_error
 from minisgl.server.limits import Ticket, WaitingRoom
+from minisgl.server.log import log
 from minisgl.server.metrics import Metrics
-from minisgl.server.readiness import Golden, Readiness
 
 logger = logging.getLogger(__name__)
 
@@ -36,11 +36,11 @@ class Front:
         config: the server's options.
         waiting: who waits.
         metrics: what was counted.
-        readiness: whether to send requests here.
+        draining: nothing new is answered.
         running: engine request ids of each answer that is under way, by the answer's id.
     """
 
-    def __init__(self, client: EngineClient, config: ServerConfig, *, golden: Golden | None = None) -> None:
+    def __init__(self, client: EngineClient, config: ServerConfig) -> None:
         self.client = client
         self.config = config
         self.waiting = WaitingRoom(
@@ -49,8 +49,20 @@ class Front:
             max_first_token_s=config.max_first_token_s,
         )
         self.metrics = Metrics()
-        self.readiness = Readiness(client, heartbeat_s=config.heartbeat_s, golden=golden or Golden())
+        self.draining = False
         self.running: dict[str, list[str]] = {}
+
+    @property
+    def not_ready(self) -> str | None:
+        """Why requests had better go elsewhere now, or None."""
+        return "the server is ending" if self.draining else self.client.not_ready
+
+    async def stats(self, *, detail: bool = False) -> EngineStats | None:
+        """The engine's state, None if it is dead."""
+        try:
+            return await self.client.stats(detail=detail)
+        except EngineDied:
+            return None
 
     async def abort(self, answer_id: str) -> bool:
         """End an answer under way; what there is of it is its end. False if there is none of that id."""
@@ -110,7 +122,7 @@ class Job:
 async def answer(front: Front, job: Job, receive: Receive, send: Send) -> None:
     """Answer over ASGI. Before anything was sent, errors are raised, for the app to tell; later they end the stream."""
     start_s = time.monotonic()
-    if front.readiness.draining:
+    if front.draining:
         raise ApiError(503, "the server is ending", code="draining", headers={"retry-after": "5"})
     tickets = front.waiting.enter([_estimate_tokens(request) for request in job.requests], start_s)
     front.running[job.id] = [request.request_id for request in job.requests]
@@ -140,7 +152,8 @@ async def answer(front: Front, job: Job, receive: Receive, send: Send) -> None:
         front.metrics.in_flight.dec()
         front.metrics.requests.labels(job.route, outcome).inc()
         front.metrics.request_s.observe(time.monotonic() - start_s)
-        _log(front, job, outcome, time.monotonic() - start_s)
+        seconds = round(time.monotonic() - start_s, 3)
+        log(logger, "answered", answer_id=job.id, route=job.route, outcome=outcome, seconds=seconds)
 
 
 async def _whole(front: Front, job: Job, updates: AsyncIterator[tuple[int, Update]], send: Send) -> None:
@@ -307,15 +320,3 @@ def _estimate_tokens(request: GenerateRequest) -> int:
         return len(request.token_ids)
     num_chars = len(request.text or "") + sum(len(str(m["content"])) for m in request.messages or ())
     return num_chars // 4 + 1
-
-
-def _log(front: Front, job: Job, outcome: str, seconds: float) -> None:
-    usage = job.usage
-    logger.info(
-        "request id=%s route=%s outcome=%s prompt_tokens=%d cached_tokens=%d output_tokens=%d seconds=%.3f",
-        job.id, job.route, outcome, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens, seconds,
-    )  # fmt: skip
-    if front.config.log_prompts:
-        for request in job.requests:
-            prompt = request.text or request.messages or request.token_ids
-            logger.info("request id=%s prompt=%r", request.request_id, prompt)

@@ -7,10 +7,8 @@ has a key for them.
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from typing import Any, Literal
 from uuid import uuid4
 
@@ -38,7 +36,6 @@ from minisgl.server.openai_api import (
     completion_requests,
     tokenize_request,
 )
-from minisgl.server.readiness import read_stats
 from minisgl.server.security import Door
 
 ADMIN_PATHS = ("/flush_cache", "/abort", "/live")
@@ -137,9 +134,7 @@ def create_app(
         docs_url=None,  # they load scripts from elsewhere
         redoc_url=None,
         redirect_slashes=False,
-        lifespan=_lifespan(front),
     )
-    app.state.front = front
     _add_texts(app, front)
     _add_tokens(app, front)
     _add_operation(app, front)
@@ -157,16 +152,6 @@ def create_app(
         max_body_bytes=config.max_body_bytes,
     )
     return app
-
-
-def _lifespan(front: Front) -> Any:
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        golden = asyncio.create_task(front.readiness.start())
-        yield
-        golden.cancel()
-
-    return lifespan
 
 
 def _ref(shape: type) -> dict[str, Any]:
@@ -263,8 +248,8 @@ def _add_operation(app: FastAPI, front: Front) -> None:
 
     @app.get("/ready", responses=_responses(State, also={503: State}))
     async def ready() -> Response:
-        """Whether the engine answers: a first request has passed, and its loop turns."""
-        problem = await front.readiness.problem()
+        """Whether the engine answers: a first request with a known answer has passed, and its loop turns."""
+        problem = front.not_ready
         return _Json(State(problem or "ok"), 200 if problem is None else 503)
 
     responses = _responses(State)
@@ -273,7 +258,7 @@ def _add_operation(app: FastAPI, front: Front) -> None:
     @app.get("/metrics", responses=responses, response_class=Response)
     async def metrics() -> Response:
         """Counts and times for Prometheus."""
-        body = front.metrics.render(await read_stats(front.client))
+        body = front.metrics.render(await front.stats())
         return Response(body, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
@@ -291,9 +276,9 @@ def _add_admin(app: FastAPI, front: Front) -> None:
     @app.get("/live", responses=_responses(EngineStats))
     async def live() -> Response:
         """The running batch, the pages and the radix tree at this moment."""
-        stats = await read_stats(front.client, detail=True)
+        stats = await front.stats(detail=True)
         if stats is None:
-            raise ApiError(503, "the engine does not answer", code="engine_silent", headers={"retry-after": "5"})
+            raise EngineDied(front.client.failure or "it is starting")
         return _Json(stats)
 
 

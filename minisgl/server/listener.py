@@ -22,7 +22,6 @@ from minisgl.server.client import EngineClient
 from minisgl.server.config import ServerConfig
 from minisgl.server.front import Front
 from minisgl.server.http import create_app
-from minisgl.server.readiness import Golden
 
 ABORT_GRACE_S = 5.0  # for the last words of answers that were cut short at the end
 
@@ -42,14 +41,13 @@ async def serve_http(
     *,
     stop: asyncio.Event,
     started: Callable[[Addresses], None] = lambda _: None,
-    golden: Golden | None = None,
 ) -> None:
     """Serve until ``stop`` is set, then let running answers end, for ``config.drain_s`` at most, and return.
 
     ``started`` is called when requests can be sent; they are ready to be answered when ``/ready`` says so. Cancelling
     ends everything at once. ``client`` is not closed. Raises ``ValueError``, in one line, if a port cannot be had.
     """
-    front = Front(client, config, golden=golden)
+    front = Front(client, config)
     with contextlib.ExitStack() as stack:
         listeners = [_Listener(create_app(client, config, front=front), stack.enter_context(_bind(config)), config)]
         if config.admin_port is not None:
@@ -58,7 +56,6 @@ async def serve_http(
             listeners.append(_Listener(admin, at_loopback, config))
         ports = [listener.port for listener in listeners]
         tasks = [asyncio.create_task(listener.serve()) for listener in listeners]
-        golden_task = asyncio.create_task(front.readiness.start())
         try:
             started(Addresses(config.host, ports[0], ports[1] if len(ports) > 1 else None))
             stopping = asyncio.create_task(stop.wait())
@@ -67,17 +64,16 @@ async def serve_http(
             await _drain(front, listeners, config.drain_s)
             await asyncio.gather(*tasks)
         finally:
-            golden_task.cancel()
             for listener in listeners:
                 listener.force_exit = True
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(golden_task, *tasks, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _drain(front: Front, listeners: list[_Listener], drain_s: float) -> None:
     """Accept nothing more and wait for what runs; what still does after ``drain_s`` is aborted, which ends it too."""
-    front.readiness.draining = True
+    front.draining = True
     for listener in listeners:
         listener.should_exit = True
     with contextlib.suppress(TimeoutError):
