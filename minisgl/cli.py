@@ -21,6 +21,7 @@ from minisgl.config import EngineConfig
 from minisgl.replay import replay
 from minisgl.request import RequestOutput, SamplingParams
 from minisgl.scheduler.what_if import parse_changes
+from minisgl.server.config import ServerConfig
 from minisgl.utils import check_int
 
 
@@ -56,6 +57,10 @@ def _parser() -> argparse.ArgumentParser:
     chat = _command(commands, "chat", _chat, "talk to a model in the terminal")
     _add_fields(chat, SamplingParams, skip=("n", "logprobs", "prompt_logprobs"))
     _add_fields(chat, EngineConfig)
+
+    serve = _command(commands, "serve", _serve, "answer over HTTP, in OpenAI's format, until told to stop")
+    _add_fields(serve, ServerConfig)
+    _add_fields(serve, EngineConfig, skip=("trace",))
 
     book = _command(commands, "book", _book, "build the book, run its notebooks, and serve it on this machine")
     book.add_argument("--check", action="store_true", help="do all but serve")
@@ -162,6 +167,12 @@ def _print_answer(llm: Any, messages: list[dict[str, str]], params: SamplingPara
     return shown
 
 
+def _serve(args: argparse.Namespace) -> int:
+    from minisgl.serve import serve  # uvicorn and transformers take a second
+
+    return serve(_from_args(EngineConfig, args), _from_args(ServerConfig, args))
+
+
 def _book(args: argparse.Namespace) -> int:
     from minisgl.book import book  # only this command needs it
 
@@ -258,6 +269,9 @@ def _as_json(output: RequestOutput) -> dict[str, Any]:
 # -------------------------------------------------------------------------------------------------------- options
 
 
+_GROUPS = {SamplingParams: "sampling", EngineConfig: "engine", ServerConfig: "server"}
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
@@ -309,7 +323,7 @@ def _add_fields(
     parser: argparse.ArgumentParser, config: type, *, skip: Collection[str] = (), only: Collection[str] | None = None
 ) -> None:
     """An option for each field of a dataclass: type and choices from its annotation, help from its docstring."""
-    group = parser.add_argument_group("sampling" if config is SamplingParams else "engine")
+    group = parser.add_argument_group(_GROUPS[config])
     hints, help_of = get_type_hints(config), _field_help(config)
     # `logit_bias` has no short form; `seed` is a field of both, and an option of the request's.
     skip = {*skip, "logit_bias"} if config is SamplingParams else {*skip, "seed"}

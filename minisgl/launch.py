@@ -8,10 +8,11 @@ from __future__ import annotations
 import os
 import secrets
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
+from minisgl.checkpoint import TINY as TINY
+from minisgl.checkpoint import find_model
 from minisgl.config import EngineConfig, ModelConfig, SchedulerConfig
 from minisgl.engine.attention import load_attention
 from minisgl.engine.core import EngineCore
@@ -26,7 +27,6 @@ from minisgl.scheduler.flight import FlightRecorder, make_header
 from minisgl.server import Tokenizer, load_tokenizer
 from minisgl.utils import ceil_div
 
-TINY = Path(__file__).parent / "tiny"
 # Without a device's own memory to fill, the pool takes this share of the machine's.
 CPU_POOL_SHARE = 0.25
 
@@ -132,25 +132,6 @@ def find_context(config: EngineConfig, model_config: ModelConfig) -> int:
     if context > most:
         raise ValueError(f"max_model_len {context} is beyond the model's context of {most} tokens")
     return context
-
-
-def find_model(name: str) -> Path:
-    """The folder of a model: the bundled one for "tiny", a folder, or a download from the hub.
-
-    Raises:
-        ValueError: it is neither a folder nor on the hub, or the hub cannot be reached.
-    """
-    if name == "tiny":
-        return TINY
-    if Path(name).is_dir():
-        return Path(name)
-    from huggingface_hub import snapshot_download  # heavy, and only needed here
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))
-    except Exception as error:  # the hub's client raises all kinds of errors for names and networks
-        reason = (str(error) or type(error).__name__).strip().splitlines()[0]
-        raise ValueError(f"model {name!r} is neither a folder nor to be had from the hub: {reason}") from error
 
 
 def size_pool(config: EngineConfig, model: CausalLM, device: torch.device, dtype: torch.dtype) -> SchedulerConfig:

@@ -30,6 +30,8 @@ MAY_IMPORT = {
     "benchmark": None,
     "llm": None,  # composition roots import what they like
     "launch": None,
+    "checkpoint": None,
+    "serve": None,
     "book": None,
     "info": None,
     "replay": None,

@@ -56,7 +56,7 @@ class ServerConfig:
         header_timeout_s: a client that takes longer to send its request is cut off.
         reader_timeout_s: a client that reads nothing for longer, while there is something to read, is cut off.
         drain_s: after SIGTERM, running requests have this long to end.
-        step_deadline_s: an engine step that takes longer means that the device hangs: the engine ends.
+        step_deadline_s: an engine step that takes longer, at least 1, means that the device hangs: the engine ends.
         heartbeat_s: a loop that has not turned for this long is not ready.
         allowed_hosts: further values of the Host header, beside host and loopback.
         allowed_origins: values of the Origin header that pages may call from.
@@ -94,7 +94,7 @@ class ServerConfig:
                 check_int(name, getattr(self, name), low=low, high=high)
         for name in _SECONDS:
             if getattr(self, name) is not None or name not in ("max_first_token_s", "request_timeout_s"):
-                check_range(name, getattr(self, name), low=0)
+                check_range(name, getattr(self, name), low=1 if name == "step_deadline_s" else 0)
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
