@@ -1,0 +1,401 @@
+"""Products with a weight matrix for few tokens, in Triton, with norm, activation and addition in the same launch.
+
+Chapter 5 tells this module's story. Decoding a small batch streams every weight past a few tokens, so a product takes
+as long as its weights take to arrive; cuBLAS, made for tall matrices, leaves a third to nine tenths of the bandwidth
+unused there. Two kernels, both reading each weight once, in pieces of 16 bytes:
+
+- ``gemv``, for a handful of tokens: a program holds a few rows of W against all tokens, multiplies and adds in float32
+  on the ordinary units, and sums over its threads at the very end.
+- ``dot``, up to 64 tokens: the tensor cores, with W as their left operand. Their left side is 16 or 64 rows high, and
+  W has as many rows as one likes, while tokens would have to be padded. Where a program takes few rows, its warps share
+  K among them (``split``) and are summed at the end: otherwise all but one of them would wait.
+
+Which is the fastest for a shape and a number of tokens, if not cuBLAS, is measured (`minisgl.benchmark.gemm`) and kept
+in ``linear_table.json``. Twins: `minisgl.kernels.linear`.
+
+Rounding: sums are float32, and the result is rounded to the tensors' dtype once, residual included (the twin rounds the
+product, then the sum). The norm is not taken before the product but behind it: ``rsqrt(mean(x^2) + eps)`` is one number
+a token, so the loop over K can multiply ``x * norm_weight`` with W and collect the squares by the way. The twin rounds
+the normalised value to the dtype, then its product with the norm's weight; here ``gemv`` rounds neither and ``dot``
+rounds ``x * norm_weight``. In float16 that product may be out of range where the twin's is not, so there the norm stays
+a kernel of its own. Owns nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from importlib.resources import files
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minisgl.kernels.triton_elementwise import rms_norm, silu_and_mul
+
+MAX_TOKENS = 64
+"""From more tokens on, cuBLAS is used."""
+
+BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64)
+"""Numbers of tokens that the table has entries for; one in between goes by the next greater."""
+
+
+@dataclass(frozen=True)
+class LinearPath:
+    """How a product is computed.
+
+    Args:
+        kind: "cublas", or one of this module's kernels.
+        block_n: rows of W a program, a power of 2; for "dot" at least 8.
+        block_k: columns of W at once, a power of 2; for "dot" at least 16, and for each part of the split.
+        split: "dot": parts of K that the warps of a program share; 1 or ``num_warps``.
+        depth: blocks of K that are under way together: unrolled in "gemv", stages of the pipeline in "dot".
+        num_warps: of a program.
+        fused: whether norm and activation are part of the kernel, or kernels of their own before it.
+    """
+
+    kind: Literal["cublas", "gemv", "dot"]
+    block_n: int = 0
+    block_k: int = 0
+    split: int = 1
+    depth: int = 1
+    num_warps: int = 4
+    fused: bool = True
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("cublas", "gemv", "dot"):
+            raise ValueError(f"kind must be cublas, gemv or dot, got {self.kind!r}")
+        if self.kind != "cublas":
+            for size in (self.block_n, self.block_k, self.split, self.num_warps):
+                if size < 1 or size & (size - 1):
+                    raise ValueError(f"sizes of a path must be powers of 2: {self}")
+
+    def to_json(self) -> Any:
+        """As the table writes it."""
+        return "cublas" if self.kind == "cublas" else asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Any) -> LinearPath:
+        """What `to_json` gave."""
+        return CUBLAS if data == "cublas" else cls(**data)
+
+
+CUBLAS = LinearPath("cublas", fused=False)
+
+_INTERPRETED = triton.knobs.runtime.interpret  # the interpreter has no product of bfloat16
+
+
+# --------------------------------------------------------------------------------------------------------- kernels
+
+
+@triton.jit
+def _round(x, dtype: tl.constexpr):
+    return x.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _load(pointers, mask, MASKED: tl.constexpr):
+    """Nothing outside the mask. Weights are read once: they should not push out what is read again."""
+    if MASKED:
+        return tl.load(pointers, mask=mask, other=0.0, eviction_policy="evict_first")
+    return tl.load(pointers, eviction_policy="evict_first")
+
+
+@triton.jit
+def _silu_and_mul(gate, up, dtype: tl.constexpr):
+    return _round(_round(gate / (1.0 + tl.exp(-gate)), dtype) * up, dtype)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _gemv_kernel(
+    x, norm_weight, weight, bias, out, eps, num_tokens, x_stride, out_stride,
+    N: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """A program for each ``BLOCK_N`` rows of W. Tiles are [tokens, rows, K], all with one layout: threads lie along K
+    only, so that a thread meets its piece of every row and token in registers. It sums over the ``VECTOR`` numbers of
+    a load at once, which keeps one sum for each of them from having its own register."""
+    dtype: tl.constexpr = out.dtype.element_ty
+    PIECES: tl.constexpr = BLOCK_K // VECTOR
+    MASK_N: tl.constexpr = N % BLOCK_N != 0
+    MASK_K: tl.constexpr = K % BLOCK_K != 0
+    start = tl.program_id(0).to(tl.int64) * BLOCK_N
+    tokens, rows, inner = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)[None, None, :]
+    x_at = x + (tokens * x_stride)[:, None, None] + inner
+    w_at = weight + start * K + (rows * K)[None, :, None] + inner
+    real, there = (tokens < num_tokens)[:, None, None], (start + rows < N)[None, :, None]
+    target = out + (tokens * out_stride)[:, None] + start + rows[None, :]
+    kept = (tokens < num_tokens)[:, None] & (start + rows < N)[None, :]
+    if BIAS:
+        offset = tl.load(bias + start + rows, mask=start + rows < N, other=0.0).to(tl.float32)
+    if ADD:
+        before = tl.load(target, mask=kept, other=0.0)
+    total = tl.zeros((BLOCK_M, BLOCK_N, PIECES), tl.float32)
+    squares = tl.zeros((BLOCK_M, 1, PIECES), tl.float32)
+    for k in tl.range(0, K, BLOCK_K, loop_unroll_factor=DEPTH):
+        inside = k + inner < K
+        w = _load(w_at + k, there & inside, MASK_N or MASK_K).to(tl.float32)
+        value = tl.load(x_at + k, mask=real & inside, other=0.0).to(tl.float32)
+        if SILU:
+            up = tl.load(x_at + K + k, mask=real & inside, other=0.0).to(tl.float32)
+            value = _silu_and_mul(value, up, dtype)
+        if NORM:
+            squares += tl.sum(tl.reshape(value * value, (BLOCK_M, 1, PIECES, VECTOR)), axis=3)
+            value *= tl.load(norm_weight + k + inner, mask=inside, other=0.0).to(tl.float32)
+        total += tl.sum(tl.reshape(value * w, (BLOCK_M, BLOCK_N, PIECES, VECTOR)), axis=3)
+    result = tl.sum(total, axis=2)
+    if NORM:
+        result *= tl.rsqrt(tl.sum(squares, axis=2) / K + eps)
+    if BIAS:
+        result += offset[None, :]
+    if ADD:
+        result += before.to(tl.float32)
+    tl.store(target, result.to(dtype), mask=kept)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _dot_kernel(
+    x, norm_weight, weight, bias, out, eps, num_tokens, x_stride, out_stride,
+    N: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, DEPTH: tl.constexpr,
+    SWAP: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """A program for each ``BLOCK_N`` rows of W. Tiles are [rows, K], or [SPLIT, rows, K]: one product for each part of
+    K, each of them a warp's. Only without ``SWAP`` are the tokens on the left."""
+    dtype: tl.constexpr = out.dtype.element_ty
+    STEP: tl.constexpr = SPLIT * BLOCK_K
+    MASK_N: tl.constexpr = N % BLOCK_N != 0
+    MASK_K: tl.constexpr = K % STEP != 0
+    start = tl.program_id(0).to(tl.int64) * BLOCK_N
+    tokens, rows = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    inner = tl.arange(0, BLOCK_K)[None, :]
+    if SPLIT > 1:
+        inner = (tl.arange(0, SPLIT) * BLOCK_K)[:, None, None] + inner
+    x_at = x + (tokens * x_stride)[:, None] + inner
+    w_at = weight + start * K + (rows * K)[:, None] + inner
+    real, there = (tokens < num_tokens)[:, None], (start + rows < N)[:, None]
+    target = out + (tokens * out_stride)[:, None] + start + rows[None, :]
+    kept = (tokens < num_tokens)[:, None] & (start + rows < N)[None, :]
+    if BIAS:
+        offset = tl.load(bias + start + rows, mask=start + rows < N, other=0.0).to(tl.float32)
+    if ADD:
+        before = tl.load(target, mask=kept, other=0.0)
+    LEFT: tl.constexpr = BLOCK_N if SWAP else BLOCK_M
+    RIGHT: tl.constexpr = BLOCK_M if SWAP else BLOCK_N
+    if SPLIT > 1:
+        total, squares = tl.zeros((SPLIT, LEFT, RIGHT), tl.float32), tl.zeros((SPLIT, BLOCK_M), tl.float32)
+    else:
+        total, squares = tl.zeros((LEFT, RIGHT), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
+    for k in tl.range(0, K, STEP, num_stages=DEPTH):
+        inside = k + inner < K
+        w = _load(w_at + k, there & inside, MASK_N or MASK_K)
+        value = tl.load(x_at + k, mask=real & inside if MASK_K else real, other=0.0)
+        if SILU:
+            up = tl.load(x_at + K + k, mask=real & inside if MASK_K else real, other=0.0)
+            value = _silu_and_mul(value.to(tl.float32), up.to(tl.float32), dtype).to(dtype)
+        if NORM:
+            wide = value.to(tl.float32)
+            squares += tl.sum(wide * wide, axis=2 if SPLIT > 1 else 1)
+            # Loaded as a tile, though its rows are equal: so small a load as a row would not go through the pipeline,
+            # but be waited for in each round.
+            scale = tl.load(norm_weight + k + inner + 0 * tokens[:, None], mask=inside if MASK_K else None)
+            value = (wide * scale.to(tl.float32)).to(dtype)
+        if WIDEN:
+            w, value = w.to(tl.float32), value.to(tl.float32)
+        left = w if SWAP else value
+        right = value if SWAP else w
+        right = tl.permute(right, (0, 2, 1)) if SPLIT > 1 else tl.trans(right)
+        total = tl.dot(left, right, total, input_precision="ieee")
+    if SPLIT > 1:
+        total, squares = tl.sum(total, axis=0), tl.sum(squares, axis=0)
+    result = tl.trans(total) if SWAP else total
+    if NORM:
+        result *= tl.rsqrt(squares / K + eps)[:, None]
+    if BIAS:
+        result += offset[None, :]
+    if ADD:
+        result += before.to(tl.float32)
+    tl.store(target, result.to(dtype), mask=kept)
+
+
+# -------------------------------------------------------------------------------------------------------- products
+
+
+def skinny(
+    path: LinearPath,
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    *,
+    norm: tuple[Tensor, float] | None = None,
+    silu: bool = False,
+    bias: Tensor | None = None,
+    add: bool = False,
+) -> Tensor:
+    """One of this module's kernels: ``out (+)= f(x) W^T + b`` with f the norm, the activation, or nothing.
+
+    Args:
+        path: a "gemv" or "dot". With "gemv" all tokens are held in registers: it is meant for up to 16.
+        x: ``[M, K]``, with ``silu`` ``[M, 2 * K]``; M at most 64, rows may be further apart than they are long.
+        weight: ``[N, K]``, contiguous.
+        out: ``[M, N]``, of the dtype of ``x``; written in place. Rows may be further apart than they are long.
+        norm: ``[K]`` weight and epsilon.
+        silu: x is gate and up, side by side.
+        bias: ``[N]``.
+        add: add to ``out`` instead of overwriting it.
+
+    Returns:
+        ``out``.
+    """
+    (num_tokens, width), (n, k) = x.shape, weight.shape
+    assert 0 < num_tokens <= MAX_TOKENS and out.shape == (num_tokens, n) and width == (2 * k if silu else k)
+    assert x.stride(1) == out.stride(1) == 1 and weight.is_contiguous() and x.dtype == weight.dtype == out.dtype
+    norm_weight, eps = (x, 0.0) if norm is None else norm
+    sizes = {
+        "N": n, "K": k, "NORM": norm is not None, "SILU": silu, "BIAS": bias is not None, "ADD": add,
+        "BLOCK_N": path.block_n, "DEPTH": path.depth, "num_warps": path.num_warps,
+    }  # fmt: skip
+    tensors = (x, norm_weight, weight, x if bias is None else bias, out, eps, num_tokens, x.stride(0), out.stride(0))
+    grid, block_m = (triton.cdiv(n, path.block_n),), triton.next_power_of_2(num_tokens)
+    if path.kind == "gemv":
+        block_k = min(path.block_k, triton.next_power_of_2(k))
+        vector = min(16 // x.element_size(), block_k)
+        _gemv_kernel[grid](*tensors, **sizes, BLOCK_M=block_m, BLOCK_K=block_k, VECTOR=vector)
+    else:
+        _dot_kernel[grid](
+            *tensors, **sizes, BLOCK_M=max(block_m, 8 if path.block_n >= 16 else 16), BLOCK_K=path.block_k,
+            SPLIT=path.split, SWAP=path.block_n >= 16, WIDEN=_INTERPRETED and x.dtype == torch.bfloat16,
+        )  # fmt: skip
+    return out
+
+
+def default_path(num_tokens: int, n: int, k: int) -> LinearPath:
+    """For devices and shapes that nobody has measured: what should be right for any GPU since Ampere.
+
+    A small matrix is where cuBLAS loses most; a larger one than 64 MiB is left to it. Programs take so few rows that
+    there are some for each multiprocessor; pipelines fit the 99 KiB of shared memory of the smallest of these GPUs.
+    """
+    if num_tokens <= 4:
+        return LinearPath("gemv", block_n=1 if n < 2048 else 2 if n < 4096 else 4, block_k=1024, depth=2)
+    if num_tokens <= 32 and n * k <= 2**25:
+        return LinearPath("dot", block_n=16, block_k=64, split=4, depth=3, fused=num_tokens <= 16)
+    return CUBLAS
+
+
+@dataclass(frozen=True)
+class SkinnyLinear:
+    """`minisgl.kernels.linear.Linear` on a CUDA device: each product by the path that was measured fastest.
+
+    Args:
+        table: (N, K) to number of tokens (of `BUCKETS`) to path.
+        native: whether this module's kernels are used where the table is silent; else cuBLAS.
+    """
+
+    table: Mapping[tuple[int, int], Mapping[int, LinearPath]] = field(default_factory=dict)
+    native: bool = True
+
+    @classmethod
+    def load(cls, device: torch.device | str) -> SkinnyLinear:
+        """The table's part for this device, by its name; empty if it was never measured."""
+        device = torch.device(device)
+        if device.type != "cuda":
+            return cls()
+        measured = read_table().get(torch.cuda.get_device_name(device), {})
+        return cls(measured, native=torch.cuda.get_device_capability(device) >= (8, 0))
+
+    def path(self, num_tokens: int, weight: Tensor) -> LinearPath:
+        """How ``num_tokens`` tokens are multiplied with ``weight``. By cuBLAS if there are more than `MAX_TOKENS`, or
+        none, and for dtypes other than those of 2 bytes, which are all that was measured."""
+        if not 0 < num_tokens <= MAX_TOKENS or weight.element_size() != 2:
+            return CUBLAS
+        n, k = weight.shape
+        measured = self.table.get((n, k), {}).get(BUCKETS[bisect_left(BUCKETS, num_tokens)])
+        if measured is None:
+            return default_path(num_tokens, n, k) if self.native else CUBLAS
+        return measured
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """`minisgl.kernels.linear.linear`."""
+        path = self.path(x.shape[0], weight)
+        if path.kind == "cublas":
+            if out is None:
+                return F.linear(x, weight, bias)
+            return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+        return skinny(path, x, weight, _new(x, weight) if out is None else out, bias=bias)
+
+    def norm_linear(
+        self, x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
+        """`minisgl.kernels.linear.norm_linear`."""
+        path = self.path(x.shape[0], weight)
+        if path.fused and x.dtype != torch.float16:
+            return skinny(path, x, weight, _new(x, weight), norm=(norm_weight, eps), bias=bias)
+        return self.linear(rms_norm(x, norm_weight, eps), weight, bias)
+
+    def linear_add(self, x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`minisgl.kernels.linear.linear_add`."""
+        path = self.path(x.shape[0], weight)
+        if path.kind != "cublas":
+            return skinny(path, x, weight, residual, bias=bias, add=True)
+        if bias is None:
+            return residual.addmm_(x, weight.t())
+        return residual.add_(F.linear(x, weight, bias))
+
+    def silu_linear_add(self, gate_up: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+        """`minisgl.kernels.linear.silu_linear_add`."""
+        path = self.path(gate_up.shape[0], weight)
+        if path.fused:
+            return skinny(path, gate_up, weight, residual, silu=True, add=True)
+        return self.linear_add(silu_and_mul(gate_up), weight, residual)
+
+
+def _new(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
+
+
+# ----------------------------------------------------------------------------------------------------------- table
+
+Table = dict[str, dict[tuple[int, int], dict[int, LinearPath]]]
+"""Name of a device to (N, K) to number of tokens to path."""
+
+
+def read_table() -> Table:
+    """What ``linear_table.json`` holds."""
+    text = files("minisgl.kernels").joinpath("linear_table.json").read_text(encoding="utf-8")
+    table: Table = {}
+    for name, shapes in json.loads(text).items():
+        table[name] = {}
+        for shape, paths in shapes.items():
+            n, k = map(int, shape.split(","))
+            table[name][n, k] = {int(bucket): LinearPath.from_json(path) for bucket, path in paths.items()}
+    return table
+
+
+def table_as_json(table: Table) -> str:
+    """The text of ``linear_table.json`` for ``table``: a line for each path."""
+    return (
+        _indented(
+            {
+                name: _indented(
+                    {
+                        f"{n},{k}": _indented({str(m): json.dumps(path.to_json()) for m, path in paths.items()}, 2)
+                        for (n, k), paths in sorted(shapes.items())
+                    },
+                    1,
+                )
+                for name, shapes in sorted(table.items())
+            },
+            0,
+        )
+        + "\n"
+    )
+
+
+def _indented(entries: Mapping[str, str], depth: int) -> str:
+    lines = ",\n".join(f"{' ' * (depth + 1)}{json.dumps(key)}: {text}" for key, text in entries.items())
+    return f"{{\n{lines}\n{' ' * depth}}}"

@@ -1,0 +1,293 @@
+"""Products for few tokens against float64 and their twins: compiled where there is a CUDA device, else interpreted.
+
+Outputs are NaN before a kernel writes them, and so is what lies beside the tensors that it reads.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# `conftest` makes it interpret where there is no CUDA device.
+triton = pytest.importorskip("triton", reason="triton is there for Linux only")
+
+
+def version(text: str) -> tuple[int, int]:
+    major, minor = text.split(".")[:2]
+    return int(major), int(minor)
+
+
+if triton.knobs.runtime.interpret and version(triton.__version__) < (3, 7) and version(np.__version__) >= (2, 4):
+    pytest.skip("triton before 3.7 interprets loops only with numpy before 2.4", allow_module_level=True)
+
+from minisgl.kernels import activation, linear, norm  # noqa: E402
+from minisgl.kernels.triton_linear import (  # noqa: E402
+    BUCKETS,
+    CUBLAS,
+    LinearPath,
+    SkinnyLinear,
+    default_path,
+    read_table,
+    skinny,
+    table_as_json,
+)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+NAN, EPS = float("nan"), 1e-5
+# Relative to the greatest value. float32: another order of additions. Half precision: one rounding of the result, one
+# of what goes into the product; the interpreter cuts bfloat16 off where a device rounds.
+CLOSE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+GEMV = LinearPath("gemv", block_n=4, block_k=64, depth=2, num_warps=1)
+GEMV_ROW = LinearPath("gemv", block_n=1, block_k=32, num_warps=1)
+DOT = LinearPath("dot", block_n=32, block_k=32, depth=2)
+DOT_SPLIT = LinearPath("dot", block_n=16, block_k=16, split=4, depth=2)
+DOT_TOKENS_LEFT = LinearPath("dot", block_n=8, block_k=16, split=4, depth=2)
+PATHS = [GEMV, GEMV_ROW, DOT, DOT_SPLIT, DOT_TOKENS_LEFT]
+KINDS = ["linear", "bias", "norm", "norm and bias", "add", "add and bias", "silu and add"]
+
+
+def randn(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
+    """A tensor whose rows have a NaN on either side, 16 bytes from each other's start."""
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    wide = torch.full((*shape[:-1], -(-shape[-1] // 8) * 8 + 16), NAN)
+    wide[..., 8 : 8 + shape[-1]] = values
+    return wide.to(DEVICE, dtype)[..., 8 : 8 + shape[-1]]
+
+
+class Product:
+    """Arguments of one product, and its value in float64."""
+
+    def __init__(self, kind: str, m: int, n: int, k: int, dtype: torch.dtype) -> None:
+        self.kind, self.dtype = kind, dtype
+        self.x = randn(m, 2 * k if "silu" in kind else k, seed=m, dtype=dtype) * 2
+        fenced = torch.full(((n + 2) * k,), NAN)
+        fenced[k:-k] = torch.randn(n * k, generator=torch.Generator().manual_seed(n))
+        self.weight = fenced.to(DEVICE, dtype)[k:-k].view(n, k)
+        self.norm_weight = randn(k, seed=3, dtype=dtype) + 1
+        self.bias = randn(n, seed=4, dtype=dtype) * 3 if "bias" in kind else None
+        self.residual = randn(m, n, seed=5, dtype=dtype) * 3
+
+    def exact(self) -> Tensor:
+        x, weight = self.x.double(), self.weight.double()
+        if "norm" in self.kind:
+            x = x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * self.norm_weight.double()
+        if "silu" in self.kind:
+            gate, up = x.chunk(2, dim=-1)
+            x = gate * gate.sigmoid() * up
+        y = x @ weight.t()
+        if self.bias is not None:
+            y = y + self.bias.double()
+        return y + self.residual.double() if "add" in self.kind else y
+
+    def by(self, functions: linear.Linear) -> Tensor:
+        """By the four functions that a layer calls."""
+        if "norm" in self.kind:
+            return functions.norm_linear(self.x, self.norm_weight, EPS, self.weight, self.bias)
+        if "silu" in self.kind:
+            return self.into(functions.silu_linear_add(self.x, self.weight, self.residual))
+        if "add" in self.kind:
+            return self.into(functions.linear_add(self.x, self.weight, self.residual, self.bias))
+        return functions.linear(self.x, self.weight, self.bias)
+
+    def into(self, result: Tensor) -> Tensor:
+        assert result is self.residual
+        return result
+
+    def by_kernel(self, path: LinearPath) -> Tensor:
+        add = "add" in self.kind
+        out = self.residual if add else torch.full_like(self.residual, NAN)
+        norm_ = (self.norm_weight, EPS) if "norm" in self.kind else None
+        got = skinny(path, self.x, self.weight, out, norm=norm_, silu="silu" in self.kind, bias=self.bias, add=add)
+        assert got is out
+        return out
+
+    def check(self, got: Tensor, exact: Tensor) -> None:
+        assert got.dtype == self.dtype and got.shape == exact.shape
+        torch.testing.assert_close(got.double(), exact, atol=CLOSE[self.dtype] * exact.abs().max().item(), rtol=0)
+
+
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is taken from ``torch.empty`` is NaN until it is written."""
+    true = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: true(*shape, **options).fill_(NAN))
+
+
+@pytest.mark.parametrize("dtype", CLOSE)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("path", PATHS, ids=lambda p: f"{p.kind}{p.block_n}")
+def test_every_kernel_with_every_prologue_and_epilogue(path: LinearPath, kind: str, dtype: torch.dtype) -> None:
+    """N and K are multiples of no block: the last program has rows, the last round columns, that are not there."""
+    product = Product(kind, 3, 45, 88, dtype)
+    exact = product.exact()
+    product.check(product.by_kernel(path), exact)
+
+
+@pytest.mark.parametrize("kind", ["norm", "silu and add"])
+@pytest.mark.parametrize("n,k", [(1, 1), (7, 37), (64, 64), (33, 128)])
+@pytest.mark.parametrize("path", PATHS, ids=lambda p: f"{p.kind}{p.block_n}")
+def test_odd_and_even_sizes(path: LinearPath, n: int, k: int, kind: str) -> None:
+    product = Product(kind, 2, n, k, torch.float32)
+    exact = product.exact()
+    product.check(product.by_kernel(path), exact)
+
+
+@pytest.mark.parametrize("kind", ["norm", "add"])
+@pytest.mark.parametrize("m", [1, 2, 3, 4, 5, 8, 9, 16, 17, 31, 32, 33, 48, 63, 64])
+def test_every_number_of_tokens(m: int, kind: str) -> None:
+    for path in (DOT, DOT_SPLIT, DOT_TOKENS_LEFT, *([GEMV] if m <= 16 else [])):
+        product = Product(kind, m, 40, 64, torch.bfloat16)
+        exact = product.exact()
+        product.check(product.by_kernel(path), exact)
+
+
+@pytest.mark.parametrize("dtype", CLOSE)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("m", [0, 1, 5, 20, 64, 65])
+def test_the_functions_of_a_layer_equal_their_twins(
+    monkeypatch: pytest.MonkeyPatch, m: int, kind: str, dtype: torch.dtype
+) -> None:
+    """Whatever path they take: the default's, cuBLAS, a kernel with and without the norm or activation inside."""
+    n, k = 48, 96
+    unfused = LinearPath("dot", block_n=16, block_k=16, split=2, num_warps=2, fused=False)
+    poison(monkeypatch)
+    for functions in (
+        SkinnyLinear(),
+        SkinnyLinear(native=False),
+        SkinnyLinear({(n, k): dict.fromkeys(BUCKETS, unfused)}),
+        SkinnyLinear({(n, k): dict.fromkeys(BUCKETS, DOT)}),
+    ):
+        product, twin = Product(kind, m, n, k, dtype), Product(kind, m, n, k, dtype)
+        expected = twin.by(linear).double()
+        if m:
+            product.check(product.by(functions), expected)
+        else:
+            assert product.by(functions).shape == expected.shape == (0, n)
+
+
+def test_twins_are_what_a_layer_computes_without_them() -> None:
+    """To the bit: in float32, and in bfloat16, where the product is rounded before it is added."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for kind in KINDS:
+            product = Product(kind, 3, 40, 48, dtype)
+            before, x = product.residual.clone(), product.x
+            if "norm" in kind:
+                x = norm.rms_norm(x, product.norm_weight, EPS)
+            if "silu" in kind:
+                x = activation.silu_and_mul(x)
+            y = F.linear(x, product.weight, product.bias)
+            assert torch.equal(product.by(linear), y + before if "add" in kind else y)
+            assert torch.equal(product.residual, y + before if "add" in kind else before)
+
+
+@pytest.mark.parametrize("m", [1, 20, 64, 65])
+@pytest.mark.parametrize("kind", ["linear", "bias"])
+@pytest.mark.parametrize("functions", [linear, SkinnyLinear(), SkinnyLinear(native=False)])
+def test_linear_writes_where_it_is_told(functions: linear.Linear, kind: str, m: int) -> None:
+    product = Product(kind, m, 40, 64, torch.bfloat16)
+    out = torch.full_like(product.residual, NAN)
+    assert functions.linear(product.x, product.weight, product.bias, out) is out
+    product.check(out, product.exact())
+
+
+def test_a_norm_of_float16_does_not_overflow() -> None:
+    """1e4 times a weight of 100 has no place in float16, though the norm of it has."""
+    product = Product("norm", 5, 32, 64, torch.float16)
+    product.x *= 1e4 / product.x.abs().max()
+    product.norm_weight.fill_(100)
+    product.weight *= 0.01
+    table = {(32, 64): dict.fromkeys(BUCKETS, DOT)}
+    product.check(product.by(SkinnyLinear(table)), product.exact())
+
+
+def test_the_table_goes_by_shape_and_the_next_bucket() -> None:
+    paths = {bucket: LinearPath("gemv", block_n=2**i, block_k=64) for i, bucket in enumerate(BUCKETS)}
+    functions = SkinnyLinear({(8, 16): paths})
+    weight = torch.empty(8, 16, dtype=torch.bfloat16)
+    for m, bucket in [(1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 32), (33, 48), (48, 48), (49, 64), (64, 64)]:
+        assert functions.path(m, weight) == paths[bucket]
+    assert functions.path(0, weight) == functions.path(65, weight) == CUBLAS
+    assert functions.path(1, weight.float()) == CUBLAS
+    assert functions.path(3, weight[:, :8]) == default_path(3, 8, 8)
+    assert SkinnyLinear(native=False).path(1, weight) == CUBLAS
+    assert SkinnyLinear({(8, 16): {1: GEMV}}).path(2, weight) == default_path(2, 8, 16)
+
+
+def test_the_default_leaves_large_matrices_to_cublas() -> None:
+    assert default_path(1, 151936, 4096).kind == "gemv"
+    assert default_path(16, 1024, 3072).kind == "dot"
+    assert default_path(16, 24576, 4096) == default_path(64, 1024, 3072) == CUBLAS
+
+
+def test_the_table_survives_its_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    table = {"one": {(8, 16): {1: GEMV, 64: CUBLAS}, (4, 4): {1: DOT_SPLIT}}, "another": {}}
+    (tmp_path / "linear_table.json").write_text(table_as_json(table), encoding="utf-8")
+    monkeypatch.setattr("minisgl.kernels.triton_linear.files", lambda package: tmp_path)
+    assert read_table() == table
+
+
+def test_the_table_that_is_shipped_can_be_read() -> None:
+    for shapes in read_table().values():
+        for paths in shapes.values():
+            assert set(paths) <= set(BUCKETS)
+    assert isinstance(SkinnyLinear.load(DEVICE), SkinnyLinear)
+
+
+def test_paths_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ValueError, match="kind"):
+        LinearPath("magic", block_n=4, block_k=4)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="powers of 2"):
+        LinearPath("dot", block_n=24, block_k=64)
+
+
+# The interpreter runs what a compiler may refuse.
+COMPILE = r"""
+import re
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from minisgl.kernels import triton_linear
+
+POINTERS = ("x", "norm_weight", "weight", "bias", "out")
+
+def check(kernel, warps, kind, **constants):
+    constants |= {name: name in kind for name in ("NORM", "SILU", "BIAS", "ADD")}
+    types = dict.fromkeys(POINTERS, "*bf16") | {"eps": "fp32"} | dict.fromkeys(constants, "constexpr")
+    signature = {name: types.get(name, "i32") for name in kernel.arg_names}
+    even = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if n in POINTERS or "stride" in n}
+    source = ASTSource(kernel, signature, constants, even)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}).asm["ptx"]
+
+gemv = dict(BLOCK_M=4, BLOCK_N=4, BLOCK_K=1024, VECTOR=8, DEPTH=2)
+for kind in (["NORM", "BIAS"], ["SILU", "ADD"]):
+    ptx = check(triton_linear._gemv_kernel, 4, kind, N=1024, K=3072, **gemv)
+    loads = re.findall(r"ld\.global\S*v4\.b32", ptx)
+    assert len(loads) >= 16 and ptx.rindex("ld.global") < ptx.index("bar.sync"), kind
+check(triton_linear._gemv_kernel, 4, ["NORM"], N=1001, K=1000, **gemv)
+split = dict(BLOCK_M=16, BLOCK_K=64, SPLIT=4, DEPTH=3, WIDEN=False)
+for kind in (["NORM", "BIAS"], ["SILU", "ADD"]):
+    ptx = check(triton_linear._dot_kernel, 4, kind, N=1024, K=3072, BLOCK_N=16, SWAP=True, **split)
+    assert "mma.sync" in ptx and "cp.async" in ptx
+check(triton_linear._dot_kernel, 4, ["ADD"], N=1001, K=1000, BLOCK_N=8, SWAP=False, **split)
+whole = dict(BLOCK_M=64, BLOCK_N=64, BLOCK_K=128, SPLIT=1, DEPTH=3, SWAP=True, WIDEN=False)
+assert "wgmma" in check(triton_linear._dot_kernel, 4, ["NORM"], N=6144, K=4096, **whole)
+print("compiled")
+"""
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="there every test compiles")
+def test_kernels_compile_for_a_device_that_is_not_there(tmp_path: Path) -> None:
+    """And as they are meant to: loads of 16 bytes, no barrier between those of the GEMV, tensor cores, a pipeline."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=180)
+    assert done.stdout.strip() == "compiled", done.stderr
