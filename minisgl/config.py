@@ -88,7 +88,8 @@ class EngineConfig:
         admission: "estimate" admits by expected length and preempts when wrong; "reserve" by the longest possible one.
         prefix_cache: keep the KV of finished requests for prompts that begin alike.
         overlap: schedule and launch step k+1 before step k is read.
-        attention: attention backend: "auto", "torch", or "triton" (our own kernels, not yet measured).
+        attention: attention kernels: "auto" (what is fastest on the device), "torch", "triton", "flashinfer", or
+            "PREFILL,DECODE" with PREFILL one of torch, triton, fa2, fa3 and DECODE one of torch, triton, fa2, xqa.
         cuda_graph_max_bs: largest batch that is captured in a CUDA graph; 0: none, and nothing else so far.
         seed: seed of requests that bring none; None: another one at each start.
         record: file that a flight record is written to.

@@ -6,7 +6,7 @@ it. Sizes: N tokens of the step, R requests of the step, P page-table width, S r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -68,6 +68,26 @@ class ForwardBatch:
     def max_seqlen_k(self) -> int:
         """Tokens of the longest request."""
         return int(self.host_seq_lens.max())
+
+    def part(self, begin: int, end: int) -> ForwardBatch:
+        """Requests ``begin`` to ``end`` as a batch of their own, on the same memory: for an attention backend that
+        serves some of them. It has no logits: these are asked of the whole step."""
+        first, last = int(self.host_cu_seqlens_q[begin]), int(self.host_cu_seqlens_q[end])
+        starts = self.cu_seqlens_q[begin : end + 1]
+        return replace(
+            self,
+            input_ids=self.input_ids[first:last],
+            positions=self.positions[first:last],
+            slot_mapping=self.slot_mapping[first:last],
+            cu_seqlens_q=starts - first if first else starts,
+            seq_lens=self.seq_lens[begin:end],
+            page_table=self.page_table[begin:end],
+            logits_indices=self.logits_indices[:0],
+            num_decodes=min(max(self.num_decodes - begin, 0), end - begin),
+            host_cu_seqlens_q=self.host_cu_seqlens_q[begin : end + 1] - first,
+            host_seq_lens=self.host_seq_lens[begin:end],
+            attn_metadata=None,
+        )
 
     def validate(self) -> None:
         """The table above, executed: assert shapes, dtypes and the relations between the tensors. Reads from the

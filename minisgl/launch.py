@@ -14,7 +14,7 @@ import torch
 from minisgl.checkpoint import TINY as TINY
 from minisgl.checkpoint import find_model
 from minisgl.config import EngineConfig, ModelConfig, SchedulerConfig
-from minisgl.engine.attention import load_attention
+from minisgl.engine.attention import AttentionShape, load_attention
 from minisgl.engine.core import EngineCore
 from minisgl.engine.kv_storage import KVStorage
 from minisgl.engine.request_table import RequestTable
@@ -52,7 +52,14 @@ def load_engine(config: EngineConfig, *, progress: bool = False) -> LoadedEngine
     model_config = ModelConfig.from_folder(folder)
     tokenizer = load_tokenizer(folder)
     dtype = find_dtype(config, model_config, device)
-    attention = load_attention(config.attention, device=device)
+    shape = AttentionShape(
+        dtype=dtype,
+        num_heads=model_config.num_heads,
+        num_kv_heads=model_config.num_kv_heads,
+        head_dim=model_config.head_dim,
+        page_size=find_page_size(config, device),
+    )
+    attention = load_attention(config.attention, device=device, shape=shape)
     context = find_context(config, model_config)
     model = load_model(
         model_config,
@@ -134,6 +141,11 @@ def find_context(config: EngineConfig, model_config: ModelConfig) -> int:
     return context
 
 
+def find_page_size(config: EngineConfig, device: torch.device) -> int:
+    """Tokens in a page: what is asked for, else what suits the device's kernels."""
+    return config.page_size or (64 if device.type == "cuda" else 16)
+
+
 def size_pool(config: EngineConfig, model: CausalLM, device: torch.device, dtype: torch.dtype) -> SchedulerConfig:
     """Decide page size, number of pages and longest request: what is asked for, else what memory allows.
 
@@ -141,7 +153,7 @@ def size_pool(config: EngineConfig, model: CausalLM, device: torch.device, dtype
         ValueError: nothing fits, or the asked-for length does not fit into the pool.
     """
     shape = model.config
-    page_size = config.page_size or (64 if device.type == "cuda" else 16)
+    page_size = find_page_size(config, device)
     context = find_context(config, shape)
     token_bytes = shape.kv_bytes_per_token(dtype.itemsize)
     num_pages = config.num_pages
