@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 import torch
 from builders import make_batch, make_pages
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 # `conftest` makes it interpret where there is no CUDA device.
@@ -38,7 +40,7 @@ from minisgl.forward import ForwardBatch  # noqa: E402
 from minisgl.kernels import philox, sampling, triton_elementwise, triton_sampling  # noqa: E402
 from minisgl.kernels.kv import store_kv  # noqa: E402
 from minisgl.kernels.rotary import apply_rotary  # noqa: E402
-from minisgl.kernels.triton_attention import choose_num_splits, decode_attention, prefill_attention  # noqa: E402
+from minisgl.kernels.triton_attention import choose_heads, decode_attention, lay_out, prefill_attention  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -91,7 +93,6 @@ class Step:
             exact.append(exact_attention(self.q[start : start + new[i]], *own, scale))
             start += new[i]
         self.exact = torch.cat(exact)
-        self.tables = (self.batch.page_table, self.batch.seq_lens)
 
     def new_out(self) -> Tensor:
         return torch.full_like(self.q, NAN)
@@ -102,19 +103,55 @@ class Step:
         torch.testing.assert_close(out.double(), self.exact, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize("num_splits", [1, 4])
-def test_decode_at_the_edges_of_pages_and_splits(page_size: int, num_splits: int) -> None:
-    lengths = sorted({1, 15, 16, 17, 63, 64, 65, 130})
-    step = Step([1] * len(lengths), [n - 1 for n in lengths], page_size=page_size, heads=3, kv_heads=1)
-    counters, out = torch.zeros(64, dtype=torch.int32, device=DEVICE), step.new_out()
-    for _ in range(2):  # the second launch finds the counters as the first one did
+def decode(step: Step, lengths: Tensor | None = None, *, num_programs: int, **options: int) -> Tensor:
+    """Twice: the second launch finds the counters as the first one did. What is not written stays NaN."""
+    page_table, seq_lens = step.batch.page_table, step.batch.seq_lens if lengths is None else lengths
+    counters, out = torch.zeros(num_programs, dtype=torch.int32, device=DEVICE), step.new_out()
+    for _ in range(2):
         out.fill_(NAN)
         decode_attention(
-            step.q, step.kv, out, *step.tables, counters, scale=step.scale, num_splits=num_splits, block_k=16
-        )
-        step.check(out)
+            step.q, step.kv, out, page_table, seq_lens, lay_out(seq_lens), counters,
+            scale=step.scale, num_programs=num_programs, **options,
+        )  # fmt: skip
         assert not counters.any()
+    return out
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 24, 64])
+@pytest.mark.parametrize(("num_programs", "heads"), [(1, 1), (3, 2), (8, 1), (64, 1), (64, 2)])
+def test_decode_at_the_edges_of_pages_and_stretches(
+    monkeypatch: pytest.MonkeyPatch, page_size: int, num_programs: int, heads: int
+) -> None:
+    """One program for all, one for a block or less, and between."""
+    poison(monkeypatch)
+    lengths = [130, 1, 15, 16, 17, 1, 1, 23, 24, 25, 63, 64, 65]
+    step = Step([1] * len(lengths), [n - 1 for n in lengths], page_size=page_size, heads=6)
+    step.check(decode(step, num_programs=num_programs, heads=heads, block_rows=16))
+
+
+@pytest.mark.parametrize("num_programs", [2, 3, 4, 5, 40])
+@pytest.mark.parametrize("lengths", [[32, 32], [32] * 6, [128], [100], [16], [3], [1, 95, 32]])
+def test_stretches_that_end_with_an_item_or_in_its_first_block(
+    monkeypatch: pytest.MonkeyPatch, lengths: list[int], num_programs: int
+) -> None:
+    poison(monkeypatch)
+    step = Step([1] * len(lengths), [n - 1 for n in lengths], page_size=16)
+    step.check(decode(step, num_programs=num_programs, heads=1, block_rows=16))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 70), min_size=1, max_size=6), st.integers(1, 30), st.sampled_from([1, 2]))
+def test_any_lengths_over_any_number_of_programs(lengths: list[int], num_programs: int, heads: int) -> None:
+    step = Step([1] * len(lengths), [n - 1 for n in lengths])
+    step.check(decode(step, num_programs=num_programs, heads=heads, block_rows=16))
+
+
+@pytest.mark.parametrize("block_p_warps", [1, 4])
+def test_one_request_over_all_programs(monkeypatch: pytest.MonkeyPatch, block_p_warps: int) -> None:
+    """More pieces than are merged at a time."""
+    poison(monkeypatch)
+    step = Step([1], [1000], dim=128, heads=8, kv_heads=1, scale=0.1)
+    step.check(decode(step, num_programs=40, block_rows=16, num_warps=block_p_warps))
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
@@ -160,14 +197,33 @@ def test_queries_may_be_a_view_of_the_merged_projection() -> None:
     step.check(run(TritonAttention(DEVICE), step))
 
 
-def test_a_request_of_length_0_gets_zeros() -> None:
+@pytest.mark.parametrize("num_programs", [1, 4, 20])
+def test_a_request_of_length_0_gets_zeros(monkeypatch: pytest.MonkeyPatch, num_programs: int) -> None:
     """As padding of a graph: one new token on paper, none in the cache."""
-    step = Step([1, 1], [20, 30])
-    lengths = torch.tensor([21, 0], dtype=torch.int32, device=DEVICE)
-    out = step.new_out()
-    decode_attention(step.q, step.kv, out, step.batch.page_table, lengths, scale=step.scale)
-    assert not out[1].any()
-    torch.testing.assert_close(out[0].double(), step.exact[0], atol=2e-6, rtol=2e-6)
+    poison(monkeypatch)
+    step = Step([1] * 6, [0, 20, 0, 30, 0, 0])
+    lengths = torch.tensor([0, 21, 0, 31, 0, 0], dtype=torch.int32, device=DEVICE)
+    out = decode(step, lengths, num_programs=num_programs, heads=1, block_rows=16)
+    assert not out[[0, 2, 4, 5]].any()
+    torch.testing.assert_close(out[[1, 3]].double(), step.exact[[1, 3]], atol=2e-6, rtol=2e-6)
+
+
+def test_a_launch_of_padding_only() -> None:
+    step = Step([1, 1], [0, 0])
+    assert not decode(step, torch.zeros_like(step.batch.seq_lens), num_programs=3).any()
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4, 8])
+def test_heads_of_an_item_do_not_mix(heads: int) -> None:
+    step = Step([1] * 3, [40, 3, 70], heads=16, kv_heads=8, page_size=8)
+    step.check(decode(step, num_programs=5, heads=heads, block_rows=32))
+
+
+def test_a_plan_holds_for_a_graph_whose_requests_grow() -> None:
+    """`plan` and `forward` with the lengths of a step's first tokens on the host; the device knows the true ones."""
+    step = Step([1, 1, 1], [70, 600, 3])
+    short = replace(step.batch, host_seq_lens=np.ones(3, np.int32))
+    step.check(run(TritonAttention(DEVICE), step, short))
 
 
 def test_neither_plan_nor_forward_reads_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,11 +245,13 @@ def test_neither_plan_nor_forward_reads_from_the_device(monkeypatch: pytest.Monk
     assert not reads
 
 
-def test_splits_fill_the_device_and_no_more() -> None:
-    assert choose_num_splits(8, 100_000, num_programs=512) == 64
-    assert choose_num_splits(8, 1000, num_programs=512) == 4
-    assert choose_num_splits(8, 1, num_programs=512) == 1
-    assert choose_num_splits(2048, 100_000, num_programs=512) == 1
+def test_an_item_takes_heads_that_cost_nothing_and_is_cut_into_few_pieces() -> None:
+    def chosen(num_requests: int, num_kv_heads: int = 8, group: int = 2) -> int:
+        return choose_heads(num_requests, num_kv_heads, group, num_programs=400)
+
+    assert [chosen(r) for r in (1, 25, 50, 100, 1000)] == [1, 2, 4, 8, 8]
+    assert [chosen(1000, group=g) for g in (1, 2, 3, 4, 5, 8, 16)] == [8, 8, 4, 4, 2, 2, 1]
+    assert [chosen(1000, num_kv_heads=n, group=1) for n in (1, 2, 5, 6)] == [1, 2, 1, 2]
 
 
 def test_the_backend_is_chosen_by_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -439,8 +497,8 @@ from minisgl.kernels import triton_attention, triton_elementwise, triton_samplin
 
 TYPES = dict.fromkeys("eps scale".split(), "fp32") | dict.fromkeys(["v_offset"], "i64")
 TYPES |= dict.fromkeys("q k v kv out q_out q_weight k_weight weight cos sin x residual total logits".split(), "*bf16")
-TYPES |= dict.fromkeys("partials peaks totals keys temperature best_keys".split(), "*fp32")
-TYPES |= dict.fromkeys("page_table cu_seqlens_q seq_lens counters page_copies token_ids".split(), "*i32")
+TYPES |= dict.fromkeys("pieces peaks keys temperature best_keys".split(), "*fp32")
+TYPES |= dict.fromkeys("page_table cu_seqlens_q seq_lens line counters page_copies token_ids".split(), "*i32")
 TYPES |= dict.fromkeys("slot_mapping addresses seeds positions best_ids".split(), "*i64")
 
 def check(kernel, **constants):
@@ -452,8 +510,10 @@ def check(kernel, **constants):
 heads = dict(NUM_KV_HEADS=8, GROUP=3, HEAD_DIM=80)
 tile = dict(PAGE_SIZE=64, BLOCK_K=64, BLOCK_D=128, WIDEN=False)
 assert "mma" in check(triton_attention._prefill_kernel, **heads, **tile, BLOCK_R=8, BLOCK_M=64)
-ptx = check(triton_attention._decode_kernel, **heads, **tile, BLOCK_M=16)
+tile = dict(PAGE_SIZE=64, BLOCK_D=128, WIDEN=False, BLOCK_S=16, BLOCK_P=4, BLOCK_R=8)
+ptx = check(triton_attention._decode_kernel, **heads, **tile, HEADS=4, BLOCK_K=16, BLOCK_M=16)
 assert "mma" in ptx and "atom.global.gpu.acq_rel" in ptx
+check(triton_attention._line_kernel, BLOCK_R=8)
 check(triton_elementwise._rms_norm_kernel, SIZE=96, BLOCK=128, ADD=True)
 check(triton_elementwise._silu_and_mul_kernel, BLOCK=1024)
 check(triton_elementwise._norm_rotary_store_kernel, NUM_HEADS=24, NUM_KV_HEADS=8, HEAD_DIM=80, PAIRS=20, NORM=True,

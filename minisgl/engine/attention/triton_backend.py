@@ -1,8 +1,7 @@
 """Paged attention by our own Triton kernels: the backend that the chapter teaches.
 
 Chapter 4 tells this module's story; the kernels are in `minisgl.kernels.triton_attention`. Lengths and pages stay on
-the device: the host decides only what its upper bounds allow, so nothing waits, and a launch can be captured in a
-graph.
+the device, and no launch depends on them: nothing waits, and a captured step stays right while its requests grow.
 """
 
 from __future__ import annotations
@@ -14,22 +13,25 @@ import triton
 from torch import Tensor
 
 from minisgl.forward import ForwardBatch
-from minisgl.kernels.triton_attention import choose_num_splits, decode_attention, prefill_attention
+from minisgl.kernels.triton_attention import decode_attention, lay_out, prefill_attention
 
-# Programs of a decode step are split up to this many: about four for each multiprocessor of a large device (132 on an
-# H200). A batch that has as many by itself is not split, so no more counters than these are needed.
-NUM_PROGRAMS = 512
+# Programs of a decode step for each multiprocessor: as many as run there at once.
+PROGRAMS_EACH = 3
+# Where Triton interprets, programs run one after the other; a few show how they share the work.
+_INTERPRETED_PROGRAMS = 7
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TritonPlan:
-    """The prompts of a step, which stand behind its decodes.
+    """What the layers of a step share, on the device.
 
     Args:
-        prompt_starts: ``[prompts + 1]`` int32, where each prompt's tokens begin, counted from the first prompt's; None
-            if the step has no prompts.
+        line: how the programs share the step's decodes, see `lay_out`; None if it has none.
+        prompt_starts: ``[prompts + 1]`` int32, where the tokens of each prompt begin, which stand behind the decodes,
+            counted from the first prompt's; None if the step has no prompts.
     """
 
+    line: Tensor | None
     prompt_starts: Tensor | None
 
 
@@ -40,8 +42,9 @@ class TritonAttention:
         device: where the batches lie.
 
     Attributes:
-        counters: ``[NUM_PROGRAMS]`` int32, 0 between launches: how many splits of a request are done. Its launches must
-            not overlap, so a backend serves one stream.
+        num_programs: that share the decodes of a step.
+        counters: ``[num_programs]`` int32, 0 between launches: how many pieces of a request are done. Its launches
+            must not overlap, so a backend serves one stream.
 
     Raises:
         ValueError: the device is a CPU and Triton does not interpret.
@@ -51,12 +54,18 @@ class TritonAttention:
         device = torch.device(device)
         if device.type != "cuda" and not triton.knobs.runtime.interpret:
             raise ValueError("attention 'triton' needs a CUDA device (or TRITON_INTERPRET=1)")
-        self.counters = torch.zeros(NUM_PROGRAMS, dtype=torch.int32, device=device)
+        self.num_programs = _INTERPRETED_PROGRAMS
+        if device.type == "cuda":
+            self.num_programs = PROGRAMS_EACH * torch.cuda.get_device_properties(device).multi_processor_count
+        self.counters = torch.zeros(self.num_programs, dtype=torch.int32, device=device)
 
     def plan(self, batch: ForwardBatch) -> TritonPlan:
-        """Which kernels the step needs, as the host knows."""
+        """Lay out the decodes, on the device; so a graph that captured this does it anew with each replay."""
         d = batch.num_decodes
-        return TritonPlan(batch.cu_seqlens_q[d:] - d if d < batch.num_requests else None)
+        return TritonPlan(
+            line=lay_out(batch.seq_lens[:d]) if d else None,
+            prompt_starts=batch.cu_seqlens_q[d:] - d if d < batch.num_requests else None,
+        )
 
     def forward(self, q: Tensor, kv: Tensor, batch: ForwardBatch, *, scale: float, out: Tensor | None = None) -> Tensor:
         """See `minisgl.forward.AttentionBackend`."""
@@ -67,12 +76,9 @@ class TritonAttention:
             prefill_attention(
                 q[d:], kv, out_NHD[d:], batch.page_table[d:], plan.prompt_starts, batch.seq_lens[d:], scale=scale
             )
-        if d:
-            num_splits = choose_num_splits(
-                d * kv.shape[3], int(batch.host_seq_lens[:d].max()), num_programs=NUM_PROGRAMS
-            )
+        if plan.line is not None:
             decode_attention(
-                q[:d], kv, out_NHD[:d], batch.page_table[:d], batch.seq_lens[:d], self.counters,
-                scale=scale, num_splits=num_splits,
+                q[:d], kv, out_NHD[:d], batch.page_table[:d], batch.seq_lens[:d], plan.line, self.counters,
+                scale=scale, num_programs=self.num_programs,
             )  # fmt: skip
         return out_NHD
