@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -53,7 +54,7 @@ DOT = LinearPath("dot", block_n=32, block_k=32, depth=2)
 DOT_SPLIT = LinearPath("dot", block_n=16, block_k=16, split=4, depth=2)
 DOT_TOKENS_LEFT = LinearPath("dot", block_n=8, block_k=16, split=4, depth=2)
 PATHS = [GEMV, GEMV_ROW, DOT, DOT_SPLIT, DOT_TOKENS_LEFT]
-KINDS = ["linear", "bias", "norm", "norm and bias", "add", "add and bias", "silu and add"]
+KINDS = ["linear", "bias", "norm", "norm and bias", "add", "add and bias", "silu and add", "silu and add and bias"]
 
 
 def randn(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
@@ -89,12 +90,12 @@ class Product:
             y = y + self.bias.double()
         return y + self.residual.double() if "add" in self.kind else y
 
-    def by(self, functions: linear.Linear) -> Tensor:
+    def by(self, functions: ModuleType | SkinnyLinear) -> Tensor:
         """By the four functions that a layer calls."""
         if "norm" in self.kind:
             return functions.norm_linear(self.x, self.norm_weight, EPS, self.weight, self.bias)
         if "silu" in self.kind:
-            return self.into(functions.silu_linear_add(self.x, self.weight, self.residual))
+            return self.into(functions.silu_linear_add(self.x, self.weight, self.residual, self.bias))
         if "add" in self.kind:
             return self.into(functions.linear_add(self.x, self.weight, self.residual, self.bias))
         return functions.linear(self.x, self.weight, self.bias)
@@ -192,7 +193,7 @@ def test_twins_are_what_a_layer_computes_without_them() -> None:
 @pytest.mark.parametrize("m", [1, 20, 64, 65])
 @pytest.mark.parametrize("kind", ["linear", "bias"])
 @pytest.mark.parametrize("functions", [linear, SkinnyLinear(), SkinnyLinear(native=False)])
-def test_linear_writes_where_it_is_told(functions: linear.Linear, kind: str, m: int) -> None:
+def test_linear_writes_where_it_is_told(functions: ModuleType | SkinnyLinear, kind: str, m: int) -> None:
     product = Product(kind, m, 40, 64, torch.bfloat16)
     out = torch.full_like(product.residual, NAN)
     assert functions.linear(product.x, product.weight, product.bias, out) is out

@@ -9,33 +9,12 @@ M tokens, K inputs, N outputs. All tensors of a call have one dtype and lie on o
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl.kernels.activation import silu_and_mul
 from minisgl.kernels.norm import rms_norm
-
-
-class Linear(Protocol):
-    """The four products of a layer, as functions: this module is one, `minisgl.kernels.triton_linear.SkinnyLinear`
-    another."""
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """`linear` of this module."""
-
-    def norm_linear(
-        self, x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
-    ) -> Tensor:
-        """`norm_linear` of this module."""
-
-    def linear_add(self, x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None) -> Tensor:
-        """`linear_add` of this module."""
-
-    def silu_linear_add(self, gate_up: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
-        """`silu_linear_add` of this module."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -85,15 +64,16 @@ def linear_add(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None 
     return residual.add_(F.linear(x, weight, bias))
 
 
-def silu_linear_add(gate_up: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
-    """``residual += silu_and_mul(gate_up) W^T``, in place: the second half of a gated feed-forward block.
+def silu_linear_add(gate_up: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``residual += silu_and_mul(gate_up) W^T + b``, in place: the second half of a gated feed-forward block.
 
     Args:
         gate_up: ``[M, 2 * K]``, gate first.
         weight: ``[N, K]``.
         residual: ``[M, N]``, written in place; shares no memory with ``gate_up``.
+        bias: ``[N]``.
 
     Returns:
         ``residual``.
     """
-    return linear_add(silu_and_mul(gate_up), weight, residual)
+    return linear_add(silu_and_mul(gate_up), weight, residual, bias)

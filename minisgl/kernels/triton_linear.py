@@ -289,7 +289,7 @@ def default_path(num_tokens: int, n: int, k: int) -> LinearPath:
 
 @dataclass(frozen=True)
 class SkinnyLinear:
-    """`minisgl.kernels.linear.Linear` on a CUDA device: each product by the path that was measured fastest.
+    """The functions of `minisgl.kernels.linear` on a CUDA device, each product by the path that was measured fastest.
 
     Args:
         table: (N, K) to number of tokens (of `BUCKETS`) to path.
@@ -346,12 +346,12 @@ class SkinnyLinear:
             return residual.addmm_(x, weight.t())
         return residual.add_(F.linear(x, weight, bias))
 
-    def silu_linear_add(self, gate_up: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+    def silu_linear_add(self, gate_up: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None) -> Tensor:
         """`minisgl.kernels.linear.silu_linear_add`."""
         path = self.path(gate_up.shape[0], weight)
         if path.fused:
-            return skinny(path, gate_up, weight, residual, silu=True, add=True)
-        return self.linear_add(silu_and_mul(gate_up), weight, residual)
+            return skinny(path, gate_up, weight, residual, silu=True, bias=bias, add=True)
+        return self.linear_add(silu_and_mul(gate_up), weight, residual, bias)
 
 
 def _new(x: Tensor, weight: Tensor) -> Tensor:
