@@ -42,7 +42,7 @@ _CHOICES: dict[str, Any] = {
     "admission": Admission,
 }
 _SWITCHES = ("prefix_cache", "overlap", "trace", "strict")
-_TEXTS = ("model", "device", "attention", "record")
+_TEXTS = ("model", "device", "attention", "kernels", "record")
 
 
 def _check_fields(config: Any) -> None:
@@ -90,6 +90,7 @@ class EngineConfig:
         overlap: schedule and launch step k+1 before step k is read.
         attention: attention kernels: "auto" (what is fastest on the device), "torch", "triton", "flashinfer", or
             "PREFILL,DECODE" with PREFILL one of torch, triton, fa2, fa3 and DECODE one of torch, triton, fa2, xqa.
+        kernels: of layers and sampler: "triton" (fused), "torch" (the plain versions), or "auto" (Triton's on CUDA).
         cuda_graph_max_bs: largest batch that is captured in a CUDA graph; 0: none, and nothing else so far.
         seed: seed of requests that bring none; None: another one at each start.
         record: file that a flight record is written to.
@@ -115,6 +116,7 @@ class EngineConfig:
     prefix_cache: bool = True
     overlap: bool = True
     attention: str = "auto"
+    kernels: str = "auto"
     cuda_graph_max_bs: int | None = None
     seed: int | None = None
     record: str | None = None

@@ -20,6 +20,7 @@ from minisgl.engine.kv_storage import KVStorage
 from minisgl.engine.request_table import RequestTable
 from minisgl.engine.runner import ModelRunner
 from minisgl.engine.sampler import Sampler
+from minisgl.kernels.kernel_set import load_kernels
 from minisgl.model import load_model
 from minisgl.model.decoder import CausalLM
 from minisgl.scheduler import Scheduler
@@ -59,6 +60,7 @@ def load_engine(config: EngineConfig, *, progress: bool = False) -> LoadedEngine
         head_dim=model_config.head_dim,
         page_size=find_page_size(config, device),
     )
+    kernels = load_kernels(config.kernels, device=device)
     attention = load_attention(config.attention, device=device, shape=shape)
     context = find_context(config, model_config)
     model = load_model(
@@ -67,6 +69,7 @@ def load_engine(config: EngineConfig, *, progress: bool = False) -> LoadedEngine
         device=device,
         dtype=dtype,
         load_format=config.load_format,
+        kernels=kernels,
         max_model_len=context,
         progress=progress,
     )
@@ -81,11 +84,18 @@ def load_engine(config: EngineConfig, *, progress: bool = False) -> LoadedEngine
             num_layers=model_config.num_layers,
             dtype=dtype,
             device=device,
+            kernels=kernels,
         ),
         table=RequestTable(
-            max_running=sizes.max_running, table_width=sizes.table_width, page_size=sizes.page_size, device=device
+            max_running=sizes.max_running,
+            table_width=sizes.table_width,
+            page_size=sizes.page_size,
+            device=device,
+            kernels=kernels,
         ),
-        sampler=Sampler(max_running=sizes.max_running, vocab_size=model_config.vocab_size, device=device),
+        sampler=Sampler(
+            max_running=sizes.max_running, vocab_size=model_config.vocab_size, device=device, kernels=kernels
+        ),
     )
     recorder = None
     if config.trace or config.record is not None:

@@ -62,11 +62,10 @@ class PendingStep:
             sampled: what `Sampler.sample` returned.
             prompt_logprobs: index in the plan's R -> log-probabilities of the tokens that follow in its prompt.
         """
-        self._token_ids = _Copy(sampled.token_ids)
-        self._finite = _Copy(sampled.finite)
+        self._tokens = _Copy(sampled.tokens)
         self._logprobs = None if sampled.logprobs is None else _LogprobCopies(sampled.logprobs)
         self._prompt_logprobs = {index: _LogprobCopies(tensors) for index, tensors in (prompt_logprobs or {}).items()}
-        device = sampled.token_ids.device
+        device = sampled.tokens.device
         self._event = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
     def ready(self) -> bool:
@@ -77,9 +76,10 @@ class PendingStep:
         """The step's results, once they are there. May be called again; the arrays are then fresh copies."""
         if self._event is not None:
             self._event.synchronize()
+        token_ids, finite = self._tokens.numpy(np.int32)
         return StepResult(
-            token_ids=self._token_ids.numpy(np.int32),
-            finite=self._finite.numpy(np.bool_),
+            token_ids=token_ids,
+            finite=finite.astype(np.bool_),
             logprobs=None if self._logprobs is None else self._logprobs.columns(),
             prompt_logprobs={index: copies.columns() for index, copies in self._prompt_logprobs.items()} or None,
         )

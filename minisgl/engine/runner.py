@@ -1,7 +1,7 @@
 """`ModelRunner`: carries out plans on the device, in two halves: `forward`, then `sample`.
 
-The halves are apart because the second needs what the first does not: masks of a grammar and penalties depend on the
-token before, the forward pass only on its place on the device.
+Chapter 4 tells this module's story. The halves are apart because the second needs what the first does not: masks of a
+grammar and penalties depend on the token before, the forward pass only on its place on the device.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from minisgl.engine.graphs import DecodeGraph, Graphs
 from minisgl.engine.kv_storage import KVStorage
 from minisgl.engine.pending import PendingStep
 from minisgl.engine.request_table import RequestTable
-from minisgl.engine.sampler import Sampler
+from minisgl.engine.sampler import SampledTokens, Sampler
 from minisgl.forward import AttentionBackend, ForwardBatch
 from minisgl.kernels.sampling import LogprobTensors
 from minisgl.model.decoder import CausalLM
@@ -31,15 +32,21 @@ class PendingLogits:
 
     Args:
         plan: the plan.
-        batch: what the model saw.
-        logits: ``[S, vocab_size]``, of the last token of each request that samples.
+        batch: what the model saw. A graph's tensors are overwritten by its next step: ``batch.step_id`` says whose
+            they were when this was made.
+        logits: ``[S, at least vocab_size]``, of the last token of each request that samples; of a graph, good until its
+            next step.
+        rows: ``[S]`` int32, their rows, on the device.
         prompt_logprobs: place in R -> log-probabilities of its prompt's tokens.
+        graph: the graph that computed them, or None.
     """
 
     plan: SchedulerOutput
     batch: ForwardBatch
     logits: Tensor
+    rows: Tensor
     prompt_logprobs: dict[int, LogprobTensors]
+    graph: DecodeGraph | None = None
 
 
 class ModelRunner:
@@ -51,6 +58,9 @@ class ModelRunner:
         kv: the pages' memory.
         table: the rows' state.
         sampler: the rows' sampling state.
+
+    Attributes:
+        graphs: captured steps; none until `capture`.
     """
 
     def __init__(
@@ -61,36 +71,47 @@ class ModelRunner:
         self.kv = kv
         self.table = table
         self.sampler = sampler
+        self.graphs = Graphs()
 
     @torch.no_grad()
     def forward(self, plan: SchedulerOutput) -> PendingLogits:
         """Launch the forward pass: page copies, deltas to the table, batch, model, logits."""
         self.kv.copy_pages(plan.page_copies)
         self.sampler.admit(plan.admitted)
-        batch = self.table.prepare(plan)
-        batch = replace(batch, attn_metadata=self.attention.plan(batch))
-        hidden = self.model(batch, self.kv.layers, self.attention)
-        logits = self.model.logits(hidden[batch.logits_indices])
-        return PendingLogits(plan, batch, logits, self._prompt_logprobs(plan, hidden))
+        graph = self.graphs.for_decodes(plan)
+        if graph is not None:
+            batch, logits = graph.replay(plan, self.table)
+            return PendingLogits(plan, batch, logits, graph.rows[: plan.num_requests], {}, graph)
+        pieces = self.graphs.for_tokens(plan)
+        if pieces is not None:
+            batch, rows, stream = pieces.replay(plan, self.table, self.attention)
+        else:
+            batch, rows = self.table.prepare(plan)
+            batch = replace(batch, attn_metadata=self.attention.plan(batch))
+            stream = self.model(batch, self.kv.layers, self.attention)
+        logits = self.model.logits(stream[batch.logits_indices])
+        return PendingLogits(plan, batch, logits, rows, self._prompt_logprobs(plan, stream))
 
     @torch.no_grad()
     def sample(self, pending: PendingLogits) -> PendingStep:
         """Launch the draw of the next tokens, and their way to the host."""
-        plan = pending.plan
-        rows = plan.rows[plan.samples]
-        sampled = self.sampler.sample(pending.logits, rows)
-        self.table.remember(rows, sampled.token_ids)
+        plan, rows = pending.plan, pending.plan.rows[pending.plan.samples]
+        if pending.graph is not None and self.sampler.takes_one_pass(rows):
+            sampled = SampledTokens(pending.graph.replay_draw(plan.num_requests))
+            self.sampler.launched(rows)
+        else:
+            sampled = self.sampler.sample(pending.logits, rows, pending.rows, self.table.last_tokens)
         return PendingStep(sampled, pending.prompt_logprobs)
 
-    def _prompt_logprobs(self, plan: SchedulerOutput, hidden: Tensor) -> dict[int, LogprobTensors]:
+    def _prompt_logprobs(self, plan: SchedulerOutput, stream: Tensor) -> dict[int, LogprobTensors]:
         result = {}
         for place, next_token_ids, num_top in plan.prompt_logprobs:
             begin = int(plan.num_tokens[:place].sum())
-            next_ids = torch.from_numpy(next_token_ids.copy()).to(hidden.device, torch.int64)
+            next_ids = torch.from_numpy(next_token_ids.copy()).to(stream.device, torch.int64)
             parts = []
             for at in range(0, len(next_ids), PROMPT_LOGPROB_SLICE):
                 ids = next_ids[at : at + PROMPT_LOGPROB_SLICE]
-                logits = self.model.logits(hidden[begin + at : begin + at + len(ids)])
+                logits = self.model.logits(stream[begin + at : begin + at + len(ids)])
                 parts.append(self.sampler.prompt_logprobs(logits, ids, num_top))
             result[place] = LogprobTensors(
                 logprobs=_join(parts, lambda p: p.logprobs),

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from minisgl.kernels import sampling
+from minisgl.kernels.kernel_set import Kernels
 from minisgl.kernels.sampling import LogprobTensors
 from minisgl.request import SamplingParams
 from minisgl.scheduler.plan import AdmittedRow
@@ -43,6 +44,8 @@ class Need(IntFlag):
     LOGPROBS = 128
 
 
+# Rows that need nothing else are drawn in one pass over the logits.
+_ONE_PASS = Need.RANDOM | Need.LOGPROBS
 _ADJUSTS_LOGITS = Need.PENALTIES | Need.BIAS | Need.ALLOWED | Need.MIN_TOKENS
 
 
@@ -71,17 +74,26 @@ class SampledTokens:
     """The tokens of a step, on the device.
 
     Args:
-        token_ids: ``[S]`` int64, below the vocabulary size.
-        finite: ``[S]`` bool; False where the logits held NaN or plus infinity, or every token was excluded. The token
-            of such a row is 0 and means nothing: the request has to end.
+        tokens: ``[2, S]`` int32: the tokens, below the vocabulary size; and 1 where the row is sound, 0 where the
+            logits held NaN or plus infinity, or every token was excluded. The token of such a row is 0 and means
+            nothing: the request has to end.
         logprobs: of S tokens if any row of the step asks, K the most that one asks for; rows that do not ask hold
             `LOGPROB_FLOOR`, rank 0 and id 0. From the raw logits, before penalties, bias, temperature and filters
             (the default of vLLM v1): what the model thinks, not what the request made of it.
     """
 
-    token_ids: Tensor
-    finite: Tensor
+    tokens: Tensor
     logprobs: LogprobTensors | None = None
+
+    @property
+    def token_ids(self) -> Tensor:
+        """``[S]`` int32."""
+        return self.tokens[0]
+
+    @property
+    def finite(self) -> Tensor:
+        """``[S]`` bool."""
+        return self.tokens[1].to(torch.bool)
 
 
 class _TokenCounts:
@@ -131,13 +143,15 @@ class Sampler:
     behind stays until the row is admitted again.
     """
 
-    def __init__(self, *, max_running: int, vocab_size: int, device: torch.device | str) -> None:
+    def __init__(self, *, max_running: int, vocab_size: int, device: torch.device | str, kernels: Kernels) -> None:
         """
         Args:
             max_running: number of rows.
             vocab_size: V, tokens that may be chosen. Logits may be wider: what lies behind is padding.
             device: where logits are and state is kept.
+            kernels: what computes.
         """
+        self.kernels = kernels
         self.vocab_size = vocab_size
         self.device = torch.device(device)
         # On the device, [max_running]. Columns of one dtype share a tensor, so that an admission is one copy for each.
@@ -145,7 +159,6 @@ class Sampler:
         self._ints = torch.zeros(3, max_running, dtype=torch.int64, device=self.device)
         self._temperature, self._top_p, self._min_p, self._repetition, self._presence, self._frequency = self._floats
         self._seed, self._position, self._top_k = self._ints
-        self._ones = torch.ones(max_running, dtype=torch.int64, device=self.device)
         self._counts = _TokenCounts(vocab_size, self.device)
         self._bias_ids: dict[int, Tensor] = {}  # row -> [n] int64, on the device like
         self._bias_values: dict[int, Tensor] = {}  # row -> [n] float32
@@ -173,7 +186,7 @@ class Sampler:
         ints = np.empty((3, len(admitted)), np.int64)
         for i, a in enumerate(admitted):
             p, num_output = a.sampling_params, len(a.output_token_ids)
-            temperature = 1.0 if p.is_greedy else p.temperature
+            temperature = 0.0 if p.is_greedy else p.temperature
             top_k = min(p.top_k, self.vocab_size) if p.top_k > 0 else self.vocab_size
             penalties = p.repetition_penalty, p.presence_penalty, p.frequency_penalty
             floats[:, i] = temperature, p.top_p, p.min_p, *penalties
@@ -205,8 +218,24 @@ class Sampler:
             ending = {*a.eos_token_ids, *params.stop_token_ids}
             self._ending_ids[a.row] = self._ids(sorted(i for i in ending if i < self.vocab_size))
 
+    def takes_one_pass(self, rows: Int32Array) -> bool:
+        """Whether these rows need nothing but `launch`, so that a graph can hold their draw."""
+        return not (self._needs[rows] & ~Need.RANDOM).any()
+
+    def launch(self, logits: Tensor, device_rows: Tensor, last_tokens: Tensor, *, all_greedy: bool = False) -> Tensor:
+        """The draw in one pass, on the device alone: arguments as of `sample`, result as `SampledTokens.tokens`. Rows
+        of -1 are passed over."""
+        state = self._temperature, self._seed, self._position
+        return self.kernels.sample_rows(
+            logits, device_rows, *state, last_tokens, self.vocab_size, all_greedy=all_greedy
+        )
+
+    def launched(self, rows: Int32Array) -> None:
+        """The host's side of `launch`: one more token for each of ``rows``."""
+        self._num_output[rows] += 1
+
     @torch.no_grad()
-    def sample(self, logits: Tensor, rows: Int32Array) -> SampledTokens:
+    def sample(self, logits: Tensor, rows: Int32Array, device_rows: Tensor, last_tokens: Tensor) -> SampledTokens:
         """Draw one token for each row, and advance the rows' output positions and counts.
 
         Never waits for the device. Leaves ``logits`` as they are.
@@ -214,14 +243,40 @@ class Sampler:
         Args:
             logits: ``[S, at least V]`` of any float dtype, on the sampler's device.
             rows: ``[S]`` int32 on the host, all different, in the order of ``logits``.
+            device_rows: the same on the device.
+            last_tokens: ``[max_running]`` int64; takes each row's token.
         """
         needs = self._needs[rows]
         step_needs = np.bitwise_or.reduce(needs)
-        device_rows = self._to_device(rows)
+        adjusted = np.flatnonzero(needs & ~_ONE_PASS)
+        all_greedy = not (np.delete(needs, adjusted) & Need.RANDOM).any()
+        if not len(adjusted):
+            tokens = self.launch(logits, device_rows, last_tokens, all_greedy=all_greedy)
+        else:
+            # The rows that need more are padding to the kernel that draws the others.
+            index = self._to_device(adjusted)
+            others = device_rows.index_fill(0, index, -1)
+            tokens = self.launch(logits, others, last_tokens, all_greedy=all_greedy)
+            some, part = rows[adjusted], device_rows[index].to(torch.int64)
+            token_ids, finite = self._sample_adjusted(logits[index, : self.vocab_size], some, part, needs[adjusted])
+            tokens.index_copy_(1, index, torch.stack((token_ids.to(torch.int32), finite.to(torch.int32))))
+            self._position.index_add_(0, part, torch.ones_like(part))
+            last_tokens.index_copy_(0, part, token_ids)
         raw = logits[:, : self.vocab_size]
-        adjusted = self._adjust(raw, rows, device_rows, needs) if step_needs & _ADJUSTS_LOGITS else raw
+        logprobs = self._logprobs(raw, tokens[0].to(torch.int64), rows, needs) if step_needs & Need.LOGPROBS else None
+        self._num_output[rows] += 1
+        if step_needs & Need.MIN_TOKENS:
+            reached = rows[self._num_output[rows] >= self._min_tokens[rows]]
+            self._needs[reached] &= ~Need.MIN_TOKENS
+        return SampledTokens(tokens=tokens, logprobs=logprobs)
 
-        if step_needs & Need.RANDOM and (needs & Need.RANDOM).all():
+    def _sample_adjusted(
+        self, raw: Tensor, rows: Int32Array, device_rows: Tensor, needs: NeedArray
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens of rows that need more than one pass: ``[S]`` int64, and ``[S]`` bool, whether the row is sound."""
+        step_needs = np.bitwise_or.reduce(needs)
+        adjusted = self._adjust(raw, rows, device_rows, needs) if step_needs & _ADJUSTS_LOGITS else raw
+        if (needs & Need.RANDOM).all():
             values, token_ids = self._draw(adjusted, device_rows, needs)
         else:
             values, token_ids = sampling.most_likely(adjusted)
@@ -231,10 +286,11 @@ class Sampler:
                 token_ids = token_ids.index_copy(0, index, drawn)
         finite = values.abs() < torch.inf  # isfinite, in half as many kernels
         token_ids = token_ids.where(finite, 0)
-
-        logprobs = self._logprobs(raw, token_ids, rows, needs) if step_needs & Need.LOGPROBS else None
-        self._advance(rows, device_rows, needs, token_ids)
-        return SampledTokens(token_ids=token_ids, finite=finite, logprobs=logprobs)
+        if step_needs & Need.PENALTIES:
+            part, index = self._part(needs, Need.PENALTIES)
+            slots = self._to_device(self._counts.slots(rows[part]))
+            self._counts.in_output[slots, token_ids[index]] += 1
+        return token_ids, finite
 
     @torch.no_grad()
     def prompt_logprobs(self, logits: Tensor, next_ids: Tensor, num_top: int) -> LogprobTensors:
@@ -288,7 +344,7 @@ class Sampler:
             logits[index] = sampling.keep_top_k_top_p(logits[index], self._top_k[some], self._top_p[some])
         if (needs & Need.MIN_P).any():
             logits = sampling.keep_min_p(logits, self._min_p[device_rows])  # 0 keeps all
-        return sampling.gumbel_argmax(logits, self._seed[device_rows], self._position[device_rows])
+        return self.kernels.gumbel_argmax(logits, self._seed[device_rows], self._position[device_rows])
 
     def _logprobs(self, raw: Tensor, token_ids: Tensor, rows: Int32Array, needs: NeedArray) -> LogprobTensors:
         part, index = self._part(needs, Need.LOGPROBS)
@@ -296,18 +352,6 @@ class Sampler:
         if len(part) == len(rows):
             return sampling.token_logprobs(raw, token_ids, num_top)
         return sampling.token_logprobs(raw[index], token_ids[index], num_top).spread(index, len(rows))
-
-    def _advance(self, rows: Int32Array, device_rows: Tensor, needs: NeedArray, token_ids: Tensor) -> None:
-        """The rows have output ``token_ids``."""
-        self._position.index_add_(0, device_rows, self._ones[: len(rows)])
-        self._num_output[rows] += 1
-        if (needs & Need.MIN_TOKENS).any():
-            reached = rows[self._num_output[rows] >= self._min_tokens[rows]]
-            self._needs[reached] &= ~Need.MIN_TOKENS
-        if (needs & Need.PENALTIES).any():
-            part, index = self._part(needs, Need.PENALTIES)
-            slots = self._to_device(self._counts.slots(rows[part]))
-            self._counts.in_output[slots, token_ids[index]] += 1
 
     def _part(self, needs: NeedArray, need: Need) -> tuple[Int64Array, Tensor]:
         """Which of the S rows have this need: their places, on the host and on the device."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
@@ -22,14 +20,13 @@ def store_kv(k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor) -> None:
     slots[1].index_copy_(0, slot_mapping, v)
 
 
-def copy_pages(kv_layers: Iterable[Tensor], page_copies: Tensor) -> None:
+def copy_pages(kv: Tensor, page_copies: Tensor) -> None:
     """Copy whole pages in every layer. All sources are read before any destination is written.
 
     Args:
-        kv_layers: each ``[2, num_pages, page_size, num_kv_heads, head_dim]``; written in place.
-        page_copies: ``[C, 2]`` int32 or int64, source and destination, on the device of the layers. The destinations
+        kv: ``[num_layers, 2, num_pages, page_size, num_kv_heads, head_dim]``; written in place.
+        page_copies: ``[C, 2]`` int32 or int64, source and destination, on the device of ``kv``. The destinations
             differ.
     """
     source, destination = page_copies.to(torch.int64).unbind(1)
-    for kv in kv_layers:
-        kv.index_copy_(1, destination, kv.index_select(1, source))
+    kv.index_copy_(2, destination, kv.index_select(2, source))

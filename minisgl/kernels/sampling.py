@@ -182,6 +182,7 @@ def sample_rows(
     vocab_size: int,
     out: Tensor | None = None,
     *,
+    all_greedy: bool = False,
     max_elements: int = MAX_SLICE_ELEMENTS,
 ) -> Tensor:
     """The next token of rows that need nothing but a temperature, and what their rows remember of it.
@@ -198,6 +199,7 @@ def sample_rows(
         last_tokens_by_row: ``[max_running]`` int64; takes the new token.
         vocab_size: V.
         out: where to write the result; made if None.
+        all_greedy: the temperatures are 0, as the host may know: no noise is made.
         max_elements: bound for the temporaries.
 
     Returns:
@@ -210,7 +212,7 @@ def sample_rows(
     for part in _slices(len(rows), vocab_size, max_elements):
         raw, heat = logits[part, :vocab_size], temperature[part]
         values, token_ids = most_likely(raw)
-        if heat.is_cuda or heat.any():
+        if not all_greedy:
             scaled = apply_temperature(raw, heat.where(heat > 0, 1))
             _, drawn = gumbel_argmax(scaled, seeds[part], positions[part], max_elements=max_elements)
             token_ids = drawn.where(heat > 0, token_ids)

@@ -11,58 +11,55 @@ from torch import Tensor, nn
 
 from minisgl.config import ModelConfig
 from minisgl.forward import AttentionBackend, ForwardBatch
-from minisgl.model.layers import AddRMSNorm, Attention, LMHead, VocabEmbedding
+from minisgl.kernels.kernel_set import Kernels
+from minisgl.model.layers import Attention, GatedMLP, LMHead, RMSNorm, VocabEmbedding
 from minisgl.model.parallel import TensorParallel
 from minisgl.model.rotary import RotaryEmbedding
 
 
 class DecoderLayer(nn.Module):
-    """Attention, then a feed-forward block; each reads the normalised residual stream and adds to it."""
+    """Attention, then a feed-forward block; each reads the residual stream through a norm and adds to it."""
 
-    def __init__(self, config: ModelConfig, attention: Attention, mlp: nn.Module) -> None:
+    def __init__(self, config: ModelConfig, attention: Attention, mlp: GatedMLP) -> None:
         super().__init__()
-        self.input_layernorm = AddRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = attention
-        self.post_attention_layernorm = AddRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = mlp
 
     def forward(
         self,
-        x_NE: Tensor,
-        residual_NE: Tensor | None,
+        stream_NE: Tensor,
         cos_NF: Tensor,
         sin_NF: Tensor,
         batch: ForwardBatch,
         kv: Tensor,
         backend: AttentionBackend,
-    ) -> tuple[Tensor, Tensor]:
-        """What the layer before added and the stream without it, to the same of this layer."""
-        x_NE, residual_NE = self.input_layernorm(x_NE, residual_NE)
-        x_NE = self.self_attn(x_NE, cos_NF, sin_NF, batch, kv, backend)
-        x_NE, residual_NE = self.post_attention_layernorm(x_NE, residual_NE)
-        return self.mlp(x_NE), residual_NE
+    ) -> None:
+        """Changes the stream in place."""
+        self.self_attn(stream_NE, self.input_layernorm, cos_NF, sin_NF, batch, kv, backend)
+        self.mlp(stream_NE, self.post_attention_layernorm)
 
 
 class Decoder(nn.Module):
-    """Embedding, layers, last norm."""
+    """Embedding and layers; the weight of the last norm is here too, where checkpoints have it."""
 
     def __init__(
-        self, config: ModelConfig, parallel: TensorParallel, layers: Iterable[DecoderLayer], context_len: int
+        self, config: ModelConfig, layers: Iterable[DecoderLayer], *, context_len: int, parallel: TensorParallel
     ) -> None:
         super().__init__()
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, parallel)
         self.rotary = RotaryEmbedding(config.rope, config.max_position_embeddings, context_len)
         self.layers = nn.ModuleList(layers)
-        self.norm = AddRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, batch: ForwardBatch, kv_layers: Sequence[Tensor], backend: AttentionBackend) -> Tensor:
-        """Hidden states ``[N, E]`` of the step's tokens."""
+        """The residual stream ``[N, E]`` behind the last layer."""
         cos_NF, sin_NF = self.rotary(batch.positions)
-        x_NE, residual_NE = self.embed_tokens(batch.input_ids), None
+        stream_NE = self.embed_tokens(batch.input_ids)
         for layer, kv in zip(self.layers, kv_layers, strict=True):
-            x_NE, residual_NE = layer(x_NE, residual_NE, cos_NF, sin_NF, batch, kv, backend)
-        x_NE, _ = self.norm(x_NE, residual_NE)
-        return x_NE
+            layer(stream_NE, cos_NF, sin_NF, batch, kv, backend)
+        return stream_NE
 
 
 class CausalLM(nn.Module):
@@ -70,19 +67,27 @@ class CausalLM(nn.Module):
 
     Args:
         config: shape of the model.
-        parallel: this rank's place.
         layers: the decoder's layers in order.
         context_len: longest sequence that will be asked for.
+        parallel: this rank's place.
+        kernels: what computes.
     """
 
     def __init__(
-        self, config: ModelConfig, parallel: TensorParallel, layers: Iterable[DecoderLayer], *, context_len: int
+        self,
+        config: ModelConfig,
+        layers: Iterable[DecoderLayer],
+        *,
+        context_len: int,
+        parallel: TensorParallel,
+        kernels: Kernels,
     ) -> None:
         super().__init__()
         self.config = config
         self.parallel = parallel
-        self.model = Decoder(config, parallel, layers, context_len)
-        self.lm_head = LMHead(config.vocab_size, config.hidden_size, parallel, tied=config.tie_word_embeddings)
+        self.model = Decoder(config, layers, context_len=context_len, parallel=parallel)
+        tied = config.tie_word_embeddings
+        self.lm_head = LMHead(config.vocab_size, config.hidden_size, tied=tied, parallel=parallel, kernels=kernels)
 
     def forward(self, batch: ForwardBatch, kv_layers: Sequence[Tensor], attention: AttentionBackend) -> Tensor:
         """One step.
@@ -93,13 +98,14 @@ class CausalLM(nn.Module):
             attention: backend that reads the cache.
 
         Returns:
-            Hidden states ``[N, hidden_size]``, dtype of the weights.
+            The residual stream ``[N, hidden_size]`` behind the last layer, dtype of the weights. `logits` reads it
+            through the last norm.
         """
         return self.model(batch, kv_layers, attention)
 
-    def logits(self, hidden_SE: Tensor) -> Tensor:
+    def logits(self, stream_SE: Tensor) -> Tensor:
         """Scores of the next token, ``[S, vocab_size]``, dtype of the weights, whole on every rank."""
-        return self.lm_head(hidden_SE, self.model.embed_tokens.weight)
+        return self.lm_head(stream_SE, self.model.norm, self.model.embed_tokens.weight)
 
     def kv_shape(self, num_pages: int, page_size: int) -> tuple[int, int, int, int, int]:
         """Shape of one layer's KV cache on this rank: ``[2, num_pages, page_size, num_kv_heads, head_dim]``."""

@@ -1,7 +1,9 @@
 """The layers that all architectures are made of.
 
 Chapter 5 tells this module's story. A layer owns its share of the weights and nothing else; the step comes in as
-arguments. Shape suffixes: N tokens of the step, S tokens that get logits, H heads, D head_dim, E hidden size.
+arguments, and what computes is a set of `Kernels` that it was given. What runs through a model is the residual stream
+``[N, E]``: each block reads it through a norm and adds to it in place, so norm and addition can be part of the products
+beside them. Shape suffixes: N tokens of the step, S tokens that get logits, H heads, D head_dim, E hidden size.
 """
 
 from __future__ import annotations
@@ -14,10 +16,7 @@ from torch import Tensor, nn
 
 from minisgl.config import ModelConfig
 from minisgl.forward import AttentionBackend, ForwardBatch
-from minisgl.kernels.activation import silu_and_mul
-from minisgl.kernels.kv import store_kv
-from minisgl.kernels.norm import add_rms_norm, rms_norm
-from minisgl.kernels.rotary import apply_rotary
+from minisgl.kernels.kernel_set import Kernels
 from minisgl.model.parallel import Shard, TensorParallel
 
 
@@ -26,26 +25,12 @@ def _parameter(*shape: int) -> nn.Parameter:
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dimension."""
+    """Weight of a root-mean-square norm over the last dimension. Whoever reads through it applies it on the way."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = _parameter(size)
         self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[..., size]`` to the same."""
-        return rms_norm(x, self.weight, self.eps)
-
-
-class AddRMSNorm(RMSNorm):
-    """RMSNorm fused with the addition to the residual stream that stands before it."""
-
-    def forward(self, x_NE: Tensor, residual_NE: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The norm of ``x + residual``, and that sum. At the start of the stream there is no residual yet."""
-        if residual_NE is None:
-            return rms_norm(x_NE, self.weight, self.eps), x_NE
-        return add_rms_norm(x_NE, residual_NE, self.weight, self.eps)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -55,10 +40,14 @@ class ColumnParallelLinear(nn.Module):
         in_features: size of the input, whole on every rank.
         columns: for each merged tensor its name in the checkpoint, all its outputs, and this rank's share of them.
         bias: whether each of them has a bias.
+        kernels: what computes.
     """
 
-    def __init__(self, in_features: int, columns: Sequence[tuple[str, int, slice]], *, bias: bool) -> None:
+    def __init__(
+        self, in_features: int, columns: Sequence[tuple[str, int, slice]], *, bias: bool, kernels: Kernels
+    ) -> None:
         super().__init__()
+        self.kernels = kernels
         self.sizes = [share.stop - share.start for _, _, share in columns]
         self.weight = _parameter(sum(self.sizes), in_features)
         self.bias = _parameter(sum(self.sizes)) if bias else None
@@ -70,28 +59,55 @@ class ColumnParallelLinear(nn.Module):
             start += size
         self.shards = {"weight": weights, "bias": biases}
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``[N, in_features]`` to ``[N, sum of this rank's shares]``."""
-        return F.linear(x, self.weight, self.bias)
+    def forward(self, stream_NE: Tensor, norm: RMSNorm) -> Tensor:
+        """The normalised residual stream ``[N, in_features]`` to ``[N, sum of this rank's shares]``."""
+        return self.kernels.norm_linear(stream_NE, norm.weight, norm.eps, self.weight, self.bias)
 
 
 class RowParallelLinear(nn.Module):
-    """``x W^T + b`` with the columns of W, and the input, divided over the ranks; the output is whole on each."""
+    """Adds ``x W^T + b`` to the residual stream, with the columns of W, and x, divided over the ranks.
 
-    def __init__(self, in_features: int, share: slice, out_features: int, *, bias: bool, parallel: TensorParallel):
+    Args:
+        in_features: columns of W in the checkpoint.
+        share: this rank's columns.
+        out_features: size of the stream, whole on every rank.
+        bias: added once, after the sum over the ranks.
+        gated: x is ``silu(gate) * up``, and comes as the two side by side.
+        parallel, kernels: this rank's place, and what computes.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        share: slice,
+        out_features: int,
+        *,
+        bias: bool,
+        gated: bool = False,
+        parallel: TensorParallel,
+        kernels: Kernels,
+    ) -> None:
         super().__init__()
         self.parallel = parallel
+        self.gated = gated
+        self.kernels = kernels
         self.weight = _parameter(out_features, share.stop - share.start)
         self.bias = _parameter(out_features) if bias else None
         source = (slice(None), share)
         self.shards = {"weight": [Shard((out_features, in_features), source, slice(0, out_features))]}
 
-    def forward(self, x: Tensor) -> Tensor:
-        """This rank's ``[N, share]`` to ``[N, out_features]``. The bias is added once, after the sum over the ranks."""
+    def forward(self, x: Tensor, stream_NE: Tensor) -> None:
+        """``[N, share]``, or ``[N, 2 * share]`` gate first, is multiplied and added to ``[N, E]``, in place."""
+        add = self.kernels.silu_linear_add if self.gated else self.kernels.linear_add
         if self.parallel.size == 1:
-            return F.linear(x, self.weight, self.bias)
-        y = self.parallel.all_reduce(F.linear(x, self.weight))
-        return y if self.bias is None else y + self.bias
+            add(x, self.weight, stream_NE, self.bias)
+            return
+        # The ranks' parts meet before they are added: the stream is the same on all.
+        part_NE = torch.zeros_like(stream_NE)
+        add(x, self.weight, part_NE, None)
+        stream_NE.add_(self.parallel.all_reduce(part_NE))
+        if self.bias is not None:
+            stream_NE.add_(self.bias)
 
 
 def _vocab_shards(vocab_size: int, hidden_size: int, share: slice) -> dict[str, list[Shard]]:
@@ -120,23 +136,27 @@ class VocabEmbedding(nn.Module):
 
 
 class LMHead(nn.Module):
-    """Scores of the whole vocabulary, divided over the ranks like `VocabEmbedding`.
+    """The last norm, and scores of the whole vocabulary, divided over the ranks like `VocabEmbedding`.
 
     With ``tied`` it has no weight of its own: the embedding's is the one that it is called with.
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int, parallel: TensorParallel, *, tied: bool) -> None:
+    def __init__(
+        self, vocab_size: int, hidden_size: int, *, tied: bool, parallel: TensorParallel, kernels: Kernels
+    ) -> None:
         super().__init__()
         self.parallel = parallel
+        self.kernels = kernels
         self.vocab_size = vocab_size
         share = parallel.split_padded(vocab_size)
         self.weight = None if tied else _parameter(share.stop - share.start, hidden_size)
         self.shards = _vocab_shards(vocab_size, hidden_size, share)
 
-    def forward(self, hidden_SE: Tensor, embedding_VE: Tensor) -> Tensor:
-        """``[S, E]`` to ``[S, vocab_size]``; the padding is cut off behind the last rank's share."""
+    def forward(self, stream_SE: Tensor, norm: RMSNorm, embedding_VE: Tensor) -> Tensor:
+        """The residual stream ``[S, E]`` to ``[S, vocab_size]``; padding is cut off behind the last rank's share."""
         weight_VE = embedding_VE if self.weight is None else self.weight
-        return self.parallel.all_gather(F.linear(hidden_SE, weight_VE))[:, : self.vocab_size]
+        scores = self.kernels.norm_linear(stream_SE, norm.weight, norm.eps, weight_VE, None)
+        return self.parallel.all_gather(scores)[:, : self.vocab_size]
 
 
 class Attention(nn.Module):
@@ -144,13 +164,21 @@ class Attention(nn.Module):
 
     Args:
         config: shape of the model.
-        parallel: heads are divided over its ranks; KV heads are held twice where there are fewer heads than ranks.
         qk_norm: normalise each head of q and k before the rotation.
         qkv_bias, out_bias: whether these projections have a bias.
+        parallel: heads are divided over its ranks; KV heads are held twice where there are fewer heads than ranks.
+        kernels: what computes.
     """
 
     def __init__(
-        self, config: ModelConfig, parallel: TensorParallel, *, qk_norm: bool, qkv_bias: bool, out_bias: bool
+        self,
+        config: ModelConfig,
+        *,
+        qk_norm: bool,
+        qkv_bias: bool,
+        out_bias: bool,
+        parallel: TensorParallel,
+        kernels: Kernels,
     ) -> None:
         super().__init__()
         dim, heads = config.head_dim, parallel.split(config.num_heads, "num_attention_heads")
@@ -159,38 +187,50 @@ class Attention(nn.Module):
         kv = slice(kv_heads.start * dim, kv_heads.stop * dim)
         q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
         columns = [("q_proj", q_size, q), ("k_proj", kv_size, kv), ("v_proj", kv_size, kv)]
-        self.head_dim = dim
-        self.scale = dim**-0.5
-        self.qkv_proj = ColumnParallelLinear(config.hidden_size, columns, bias=qkv_bias)
-        self.o_proj = RowParallelLinear(q_size, q, config.hidden_size, bias=out_bias, parallel=parallel)
-        self.q_norm = RMSNorm(dim, config.rms_norm_eps) if qk_norm else None
-        self.k_norm = RMSNorm(dim, config.rms_norm_eps) if qk_norm else None
+        self.num_heads = heads.stop - heads.start
+        self.scale, self.eps = dim**-0.5, config.rms_norm_eps
+        self.kernels = kernels
+        self.qkv_proj = ColumnParallelLinear(config.hidden_size, columns, bias=qkv_bias, kernels=kernels)
+        self.o_proj = RowParallelLinear(
+            q_size, q, config.hidden_size, bias=out_bias, parallel=parallel, kernels=kernels
+        )
+        self.q_norm = RMSNorm(dim, self.eps) if qk_norm else None
+        self.k_norm = RMSNorm(dim, self.eps) if qk_norm else None
 
     def forward(
-        self, x_NE: Tensor, cos_NF: Tensor, sin_NF: Tensor, batch: ForwardBatch, kv: Tensor, backend: AttentionBackend
-    ) -> Tensor:
-        """``[N, E]`` to the same; writes the step's keys and values into the layer's cache ``kv``."""
-        q, k, v = self.qkv_proj(x_NE).split(self.qkv_proj.sizes, dim=-1)
-        q_NHD, k_NHD, v_NHD = (x.view(x.shape[0], -1, self.head_dim) for x in (q, k, v))
-        if self.q_norm is not None and self.k_norm is not None:
-            q_NHD, k_NHD = self.q_norm(q_NHD), self.k_norm(k_NHD)
-        q_NHD, k_NHD = apply_rotary(q_NHD, k_NHD, cos_NF, sin_NF)
-        store_kv(k_NHD, v_NHD, kv, batch.slot_mapping)
+        self,
+        stream_NE: Tensor,
+        norm: RMSNorm,
+        cos_NF: Tensor,
+        sin_NF: Tensor,
+        batch: ForwardBatch,
+        kv: Tensor,
+        backend: AttentionBackend,
+    ) -> None:
+        """Read the stream through ``norm``, write the step's keys and values into the layer's cache ``kv``, and add
+        what the queries find there to the stream."""
+        qkv = self.qkv_proj(stream_NE, norm)
+        q_weight, k_weight = (None if n is None else n.weight for n in (self.q_norm, self.k_norm))
+        q_NHD = self.kernels.norm_rotary_store(
+            qkv, q_weight, k_weight, self.eps, cos_NF, sin_NF, kv, batch.slot_mapping, num_heads=self.num_heads
+        )
         out_NHD = backend.forward(q_NHD, kv, batch, scale=self.scale)
-        return self.o_proj(out_NHD.flatten(1))
+        self.o_proj(out_NHD.flatten(1), stream_NE)
 
 
 class GatedMLP(nn.Module):
     """``down(silu(gate(x)) * up(x))``."""
 
-    def __init__(self, config: ModelConfig, parallel: TensorParallel, *, bias: bool) -> None:
+    def __init__(self, config: ModelConfig, *, bias: bool, parallel: TensorParallel, kernels: Kernels) -> None:
         super().__init__()
         size = config.intermediate_size
         share = parallel.split(size, "intermediate_size")
         columns = [("gate_proj", size, share), ("up_proj", size, share)]
-        self.gate_up_proj = ColumnParallelLinear(config.hidden_size, columns, bias=bias)
-        self.down_proj = RowParallelLinear(size, share, config.hidden_size, bias=bias, parallel=parallel)
+        self.gate_up_proj = ColumnParallelLinear(config.hidden_size, columns, bias=bias, kernels=kernels)
+        self.down_proj = RowParallelLinear(
+            size, share, config.hidden_size, bias=bias, gated=True, parallel=parallel, kernels=kernels
+        )
 
-    def forward(self, x_NE: Tensor) -> Tensor:
-        """``[N, E]`` to the same."""
-        return self.down_proj(silu_and_mul(self.gate_up_proj(x_NE)))
+    def forward(self, stream_NE: Tensor, norm: RMSNorm) -> None:
+        """Read the stream ``[N, E]`` through ``norm``, and add to it."""
+        self.down_proj(self.gate_up_proj(stream_NE, norm), stream_NE)

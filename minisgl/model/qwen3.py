@@ -4,20 +4,21 @@ hidden_size / num_heads."""
 from __future__ import annotations
 
 from minisgl.config import ModelConfig
+from minisgl.kernels.kernel_set import Kernels
 from minisgl.model.decoder import CausalLM, DecoderLayer
 from minisgl.model.layers import Attention, GatedMLP
 from minisgl.model.parallel import TensorParallel
 
 
-def build_qwen3(config: ModelConfig, parallel: TensorParallel, context_len: int) -> CausalLM:
+def build_qwen3(config: ModelConfig, parallel: TensorParallel, kernels: Kernels, context_len: int) -> CausalLM:
     """``Qwen3ForCausalLM`` with empty weights."""
     bias = config.attention_bias
     layers = [
         DecoderLayer(
             config,
-            attention=Attention(config, parallel, qk_norm=True, qkv_bias=bias, out_bias=bias),
-            mlp=GatedMLP(config, parallel, bias=False),
+            attention=Attention(config, qk_norm=True, qkv_bias=bias, out_bias=bias, parallel=parallel, kernels=kernels),
+            mlp=GatedMLP(config, bias=False, parallel=parallel, kernels=kernels),
         )
         for _ in range(config.num_layers)
     ]
-    return CausalLM(config, parallel, layers, context_len=context_len)
+    return CausalLM(config, layers, context_len=context_len, parallel=parallel, kernels=kernels)

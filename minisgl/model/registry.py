@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from minisgl.config import LoadFormat, ModelConfig
+from minisgl.kernels.kernel_set import PLAIN, Kernels
 from minisgl.model.decoder import CausalLM
 from minisgl.model.llama import build_llama
 from minisgl.model.mistral import build_mistral
@@ -19,7 +20,7 @@ from minisgl.model.qwen2 import build_qwen2
 from minisgl.model.qwen3 import build_qwen3
 from minisgl.model.weights import fill_with_dummies, load_weights
 
-_ARCHITECTURES: dict[str, Callable[[ModelConfig, TensorParallel, int], CausalLM]] = {
+_ARCHITECTURES: dict[str, Callable[[ModelConfig, TensorParallel, Kernels, int], CausalLM]] = {
     "LlamaForCausalLM": build_llama,
     "MistralForCausalLM": build_mistral,
     "Qwen2ForCausalLM": build_qwen2,
@@ -34,6 +35,7 @@ def load_model(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     parallel: TensorParallel | None = None,
+    kernels: Kernels = PLAIN,
     load_format: LoadFormat = "auto",
     max_model_len: int | None = None,
     progress: bool = False,
@@ -46,6 +48,7 @@ def load_model(
         device: where the weights go.
         dtype: what the weights are converted to.
         parallel: this rank's place; None: the only rank.
+        kernels: what computes: plain torch, or the fused ones.
         load_format: "dummy" fills in random weights of the true shapes.
         max_model_len: longest sequence in tokens; None: the checkpoint's ``max_position_embeddings``.
         progress: show a bar.
@@ -56,7 +59,7 @@ def load_model(
     context_len = max_model_len or config.max_position_embeddings
     check_supported(config, context_len)
     with torch.device("meta"):  # shapes only; each weight is allocated when it is read
-        model = _ARCHITECTURES[config.architecture](config, parallel or TensorParallel(), context_len)
+        model = _ARCHITECTURES[config.architecture](config, parallel or TensorParallel(), kernels, context_len)
     if load_format == "dummy":
         fill_with_dummies(model, device=device, dtype=dtype, seed=model.parallel.rank)
     else:
@@ -69,7 +72,7 @@ def count_parameters(config: ModelConfig) -> int:
     `load_model` does."""
     check_supported(config, config.max_position_embeddings)
     with torch.device("meta"):
-        model = _ARCHITECTURES[config.architecture](config, TensorParallel(), config.max_position_embeddings)
+        model = _ARCHITECTURES[config.architecture](config, TensorParallel(), PLAIN, config.max_position_embeddings)
     return sum(parameter.numel() for parameter in model.parameters())
 
 

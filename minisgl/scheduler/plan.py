@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from minisgl.request import LogprobColumns, SamplingParams
 from minisgl.utils import BoolArray, Int32Array
 
@@ -139,3 +141,21 @@ class StepResult:
     finite: BoolArray
     logprobs: LogprobColumns | None = None
     prompt_logprobs: dict[int, LogprobColumns] | None = None
+
+
+def empty_plan() -> SchedulerOutput:
+    """A step of no requests: what a graph is recorded with, where all is padding."""
+    none, offsets = np.zeros(0, np.int32), np.zeros(1, np.int32)
+    return SchedulerOutput(
+        step_id=0,
+        rows=none,
+        num_tokens=none,
+        starts=none,
+        samples=np.zeros(0, np.bool_),
+        token_offsets=offsets,
+        token_ids=none,
+        page_starts=none,
+        page_offsets=offsets,
+        page_ids=none,
+        page_copies=np.zeros((0, 2), np.int32),
+    )

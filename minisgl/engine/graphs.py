@@ -1,0 +1,360 @@
+"""CUDA graphs: steps that were recorded once and are launched as one.
+
+Chapter 4 tells this module's story. A decode step of a small model is two hundred launches of a few microseconds each;
+the host cannot launch that fast, a graph can. There are two kinds. A `DecodeGraph` is a whole decode step, for a number
+of requests. `PieceGraphs` are a step with prompts, for a number of tokens: attention has no static shape there, so the
+recording is cut at it, and its pieces are launched with attention between them.
+
+A step smaller than its graph is padded: with requests of row -1, whose one token is written to the reserved page 0 and
+read from there. All graphs share one pool of memory, since never more than one of them runs. Twin: the eager step.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minisgl.engine.request_table import RequestTable, StepBuffers, pack_step, sampled_rows
+from minisgl.forward import AttentionBackend, ForwardBatch
+from minisgl.scheduler.plan import SchedulerOutput, empty_plan
+
+if TYPE_CHECKING:
+    from minisgl.engine.runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+# New pages that a decode step may bring, a request: one is usual, more come when the prefix cache's replace its own.
+PAGES_PER_REQUEST = 4
+TOKEN_BUCKETS = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+
+
+def decode_buckets(most: int) -> list[int]:
+    """Numbers of requests that decode graphs are made for, ascending, the last one ``most``: close together where a
+    step's time depends on them most."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 256, 32), *range(256, most, 64)]
+    return [*(size for size in sizes if size < most), *([most] if most else [])]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeGraph:
+    """A decode step of R requests.
+
+    Args:
+        buffers: what the step is read from and written to.
+        batch: the step's tensors, in these buffers.
+        forward: prepare, model and logits, recorded.
+        logits: ``[R, vocab_size]``.
+        draw: the draw in one pass, recorded.
+        tokens: ``[2, R]`` int32, what it draws.
+    """
+
+    buffers: StepBuffers
+    batch: ForwardBatch
+    forward: torch.cuda.CUDAGraph
+    logits: Tensor
+    draw: torch.cuda.CUDAGraph
+    tokens: Tensor
+
+    @property
+    def num_requests(self) -> int:
+        """R."""
+        return self.batch.num_requests
+
+    @property
+    def rows(self) -> Tensor:
+        """``[R]`` int32, rows of the last step, -1 for padding."""
+        return self.buffers.packed[: self.num_requests]
+
+    def takes(self, plan: SchedulerOutput) -> bool:
+        """Whether a step of at most R decodes fits into the buffers."""
+        return len(plan.token_ids) + len(plan.page_ids) <= (1 + PAGES_PER_REQUEST) * self.num_requests
+
+    def replay(self, plan: SchedulerOutput, table: RequestTable) -> tuple[ForwardBatch, Tensor]:
+        """Launch the step; returns its batch, padding included, and the logits of its own requests."""
+        step = pack_step(plan, self.num_requests, self.num_requests)
+        table.send(step, into=self.buffers.packed)
+        self.forward.replay()
+        batch = replace(self.batch, step_id=plan.step_id, host_seq_lens=step.seq_lens)
+        return batch, self.logits[: plan.num_requests]
+
+    def replay_draw(self, num_requests: int) -> Tensor:
+        """Launch the draw; returns ``[2, num_requests]``, good until the next step."""
+        self.draw.replay()
+        return self.tokens[:, :num_requests]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cut:
+    """A place where a recording was interrupted: attention of one layer, to be launched between two pieces.
+
+    Args:
+        q, out: ``[N, num_heads, head_dim]``, where it reads and writes.
+        kv: the layer's cache.
+        scale: factor of the scores.
+    """
+
+    q: Tensor
+    out: Tensor
+    kv: Tensor
+    scale: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PieceGraphs:
+    """A step of N tokens of any requests, in pieces.
+
+    Args:
+        buffers: its tokens; the other tensors of a step are made anew.
+        pieces: one more than there are cuts.
+        cuts: attention of each layer.
+        stream: ``[N, hidden_size]``, behind the last layer.
+    """
+
+    buffers: StepBuffers
+    pieces: tuple[torch.cuda.CUDAGraph, ...]
+    cuts: tuple[Cut, ...]
+    stream: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        """N."""
+        return self.stream.shape[0]
+
+    def replay(
+        self, plan: SchedulerOutput, table: RequestTable, attention: AttentionBackend
+    ) -> tuple[ForwardBatch, Tensor, Tensor]:
+        """Launch the step; returns its batch without padding, the rows that sample, and the residual stream."""
+        own = self.buffers
+        step = pack_step(plan, plan.num_requests + 1, self.num_tokens)
+        buffers = table.new_buffers(
+            step, input_ids=own.input_ids, positions=own.positions, slot_mapping=own.slot_mapping
+        )
+        padded = table.batch(step, buffers)
+        batch = replace(padded.part(0, plan.num_requests), logits_indices=padded.logits_indices)
+        batch = replace(batch, attn_metadata=attention.plan(batch))
+        n = batch.num_tokens
+        for piece, cut in zip(self.pieces, self.cuts, strict=False):
+            piece.replay()
+            attention.forward(cut.q[:n], cut.kv, batch, scale=cut.scale, out=cut.out[:n])
+        self.pieces[-1].replay()
+        return batch, sampled_rows(step, buffers), self.stream
+
+
+@dataclass(frozen=True, slots=True)
+class Graphs:
+    """All graphs of an engine, by size, ascending."""
+
+    decodes: Mapping[int, DecodeGraph] = field(default_factory=dict)
+    tokens: Mapping[int, PieceGraphs] = field(default_factory=dict)
+
+    def for_decodes(self, plan: SchedulerOutput) -> DecodeGraph | None:
+        """The smallest graph that can carry out a step in which every request decodes, if this is one."""
+        if plan.total_tokens != plan.num_requests or not plan.samples.all() or plan.prompt_logprobs:
+            return None
+        graph = _smallest(self.decodes, plan.num_requests)
+        return graph if graph is not None and graph.takes(plan) else None
+
+    def for_tokens(self, plan: SchedulerOutput) -> PieceGraphs | None:
+        """The smallest that can carry out any step of so many tokens."""
+        return _smallest(self.tokens, plan.total_tokens)
+
+
+def _smallest(graphs: Mapping[int, Any], size: int) -> Any:
+    return next((graph for bucket, graph in graphs.items() if bucket >= size), None)
+
+
+class GraphCapture:
+    """Records the graphs of an engine.
+
+    Args:
+        runner: whose steps; its KV storage must stay where it is as long as the graphs live.
+        max_seq_len: longest request, in tokens.
+    """
+
+    def __init__(self, runner: ModelRunner, *, max_seq_len: int) -> None:
+        self.runner = runner
+        self.max_seq_len = max_seq_len
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(runner.table.device)
+
+    @torch.no_grad()
+    def capture(self, *, max_requests: int, max_tokens: int, reserve_bytes: int = 0) -> Graphs:
+        """Record decode graphs up to ``max_requests`` and pieces up to ``max_tokens``, the largest first, so that the
+        others fit into its memory.
+
+        What would leave less than ``reserve_bytes`` of the device's memory free is left out, with a warning. Pieces are
+        left out, too, for sizes that take the device longer than the host needs to launch them: there a graph gains
+        nothing, and padding costs.
+        """
+        started = time.monotonic()
+        decodes: dict[int, DecodeGraph] = {}
+        tokens: dict[int, PieceGraphs] = {}
+        with self._on_side_stream():
+            for size in reversed(decode_buckets(max_requests)):
+                if not self._has_room(reserve_bytes, f"a graph of {size} requests"):
+                    break
+                decodes[size] = self.decode(size)
+            worth_it = [n for n in TOKEN_BUCKETS if n <= max_tokens]
+            worth_it = worth_it[: next((i for i, n in enumerate(worth_it) if not self._host_is_slower(n)), None)]
+            for size in reversed(worth_it):
+                if not self._has_room(reserve_bytes, f"graphs of {size} tokens"):
+                    break
+                tokens[size] = self.pieces(size)
+        graphs = Graphs(dict(sorted(decodes.items())), dict(sorted(tokens.items())))
+        took = time.monotonic() - started
+        logger.info("captured graphs for %s requests, %s tokens in %.1f s", list(graphs.decodes), list(graphs.tokens),
+                    took)  # fmt: skip
+        return graphs
+
+    def decode(self, num_requests: int) -> DecodeGraph:
+        """Record one decode step and its draw."""
+        runner, table = self.runner, self.runner.table
+        packed_len = 6 * num_requests + 3 + (1 + PAGES_PER_REQUEST) * num_requests + 2 * num_requests
+        buffers = StepBuffers.new(
+            num_requests,
+            num_requests,
+            table_width=table.page_table.shape[1],
+            packed_len=packed_len,
+            device=table.device,
+        )
+        step = pack_step(empty_plan(), num_requests, num_requests)
+        table.send(step, into=buffers.packed)
+        step = replace(step, seq_lens=np.full(num_requests, self.max_seq_len, np.int32))
+
+        def forward() -> tuple[ForwardBatch, Tensor]:
+            batch = table.batch(step, buffers)
+            batch = replace(batch, attn_metadata=runner.attention.plan(batch))
+            stream = runner.model(batch, runner.kv.layers, runner.attention)
+            return batch, runner.model.logits(stream)
+
+        def draw(logits: Tensor) -> Tensor:
+            return runner.sampler.launch(logits, buffers.packed[:num_requests], table.last_tokens)
+
+        draw(forward()[1])  # whatever is compiled or allocated at first use
+        graph, draw_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with self._recording(graph):
+            batch, logits = forward()
+        # Borrowed, so that the graphs of other sizes may use the same memory: only one of them runs.
+        logits = borrow(logits)
+        with self._recording(draw_graph):
+            tokens = draw(logits)
+        return DecodeGraph(buffers, batch, graph, logits, draw_graph, borrow(tokens))
+
+    def pieces(self, num_tokens: int) -> PieceGraphs:
+        """Record a step of so many tokens, cut at attention."""
+        runner = self.runner
+        buffers, batch = self._tokens(num_tokens)
+        runner.model(batch, runner.kv.layers, _NoAttention())  # whatever is compiled or allocated at first use
+        cutter = _CuttingAttention(self._pool)
+        torch.cuda.synchronize()
+        cutter.begin()
+        stream = runner.model(batch, runner.kv.layers, cutter)
+        cutter.end()
+        return PieceGraphs(buffers, tuple(cutter.pieces), tuple(cutter.cuts), borrow(stream))
+
+    def _tokens(self, num_tokens: int) -> tuple[StepBuffers, ForwardBatch]:
+        """A step of nothing but padding."""
+        table = self.runner.table
+        step = pack_step(empty_plan(), 1, num_tokens)
+        buffers = StepBuffers.new(1, num_tokens, table_width=1, packed_len=len(step.values), device=table.device)
+        table.send(step, into=buffers.packed)
+        return buffers, table.batch(step, buffers)
+
+    def _host_is_slower(self, num_tokens: int) -> bool:
+        """Whether the host takes longer to launch a step of so many tokens than the device to compute it."""
+        _, batch = self._tokens(num_tokens)
+        for _ in range(2):  # the first time compiles
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            torch.cuda._sleep(10**8)  # the device waits until all is launched, so that its own time is seen
+            begin.record()
+            started = time.perf_counter()
+            self.runner.model(batch, self.runner.kv.layers, _NoAttention())
+            host_s = time.perf_counter() - started
+            end.record()
+            torch.cuda.synchronize()
+        return host_s > begin.elapsed_time(end) / 1e3
+
+    def _has_room(self, reserve_bytes: int, what: str) -> bool:
+        free = torch.cuda.mem_get_info(self.runner.table.device)[0]
+        if free < reserve_bytes:
+            logger.warning("%s and smaller ones are left out: %.2f GiB of memory are left", what, free / 2**30)
+        return free >= reserve_bytes
+
+    @contextmanager
+    def _on_side_stream(self) -> Iterator[None]:
+        """Recording is not allowed on the default stream."""
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self._stream):
+            yield
+        torch.cuda.synchronize()
+
+    @contextmanager
+    def _recording(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        # `torch.cuda.graph` would do, but it collects garbage each time: seconds, over hundreds of graphs.
+        torch.cuda.synchronize()
+        graph.capture_begin(pool=self._pool)
+        try:
+            yield
+        finally:
+            graph.capture_end()
+
+
+class _NoAttention:
+    """Attention that computes nothing, for what surrounds it."""
+
+    def plan(self, batch: ForwardBatch) -> None:
+        return None
+
+    def forward(self, q: Tensor, kv: Tensor, batch: ForwardBatch, *, scale: float, out: Tensor | None = None) -> Tensor:
+        return torch.zeros_like(q)
+
+
+class _CuttingAttention(_NoAttention):
+    """Where the model asks for attention, one recording ends and the next begins."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+        self.pieces: list[torch.cuda.CUDAGraph] = []
+        self.cuts: list[Cut] = []
+
+    def begin(self) -> None:
+        self.pieces.append(torch.cuda.CUDAGraph())
+        self.pieces[-1].capture_begin(pool=self._pool)
+
+    def end(self) -> None:
+        self.pieces[-1].capture_end()
+
+    def forward(self, q: Tensor, kv: Tensor, batch: ForwardBatch, *, scale: float, out: Tensor | None = None) -> Tensor:
+        out = torch.empty_like(q)
+        self.end()
+        self.cuts.append(Cut(borrow(q), borrow(out), kv, scale))
+        self.begin()
+        return out
+
+
+class _Memory:
+    """An address in the form that tensors can be made of: the CUDA array interface, version 3."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": tuple(tensor.shape),
+            "strides": tuple(s * tensor.element_size() for s in tensor.stride()),
+            "typestr": f"<i{tensor.element_size()}",
+            "data": (tensor.data_ptr(), False),
+            "version": 3,
+        }
+
+
+def borrow(tensor: Tensor) -> Tensor:
+    """A tensor on the same memory that does not keep it: a graph's pool does, and may use it again for what runs at
+    other times."""
+    return torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype)
