@@ -20,7 +20,7 @@ from minisgl.engine.attention.choice import (
     parse,
     usable_dtype,
 )
-from minisgl.engine.attention.rehearsal import rehearse, two_requests
+from minisgl.engine.attention.rehearsal import random_batch, rehearse
 from minisgl.engine.attention.split import BySize, SplitAttention
 from minisgl.engine.attention.torch_backend import TorchAttention
 from minisgl.forward import ForwardBatch
@@ -158,7 +158,7 @@ class Broken(TorchAttention):
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_a_rehearsal_tells_right_from_wrong(num_new: int, page_size: int) -> None:
     shape = replace(QWEN, page_size=page_size)
-    two_requests(num_new, page_size, CPU).validate()
+    random_batch([1, num_new, 9], [page_size + 1, num_new, 40], page_size, CPU).validate()
     rehearse(TorchAttention(grouped=False), shape, CPU, num_new=num_new)
     with pytest.raises(RuntimeError, match="Broken is off by"):
         rehearse(Broken(), shape, CPU, num_new=num_new)

@@ -61,6 +61,8 @@ class FlashInferPrefill:
             other in one stream.
     """
 
+    serves_graphs = False
+
     def __init__(self, shape: AttentionShape, device: torch.device, *, kernel: str) -> None:
         self.shape = shape
         self.workspace = torch.empty(_workspace_bytes(shape, device), dtype=torch.uint8, device=device)
@@ -93,19 +95,22 @@ class FlashInferPrefill:
 
 
 class FlashInferDecode:
-    """Attention of requests with one new token each, on tensor cores, planned on the host.
+    """Attention of requests with one new token each, planned on the host.
 
     Args:
         shape: float16 or bfloat16; head_dim 64, 128 or 256; any page size.
         device: where the batches lie.
+        tensor_cores: use them. They were made for products with more rows, but a group of query heads is some.
     """
 
-    def __init__(self, shape: AttentionShape, device: torch.device) -> None:
+    serves_graphs = False
+
+    def __init__(self, shape: AttentionShape, device: torch.device, *, tensor_cores: bool = True) -> None:
         self.shape = shape
         self.workspace = torch.empty(_workspace_bytes(shape, device), dtype=torch.uint8, device=device)
         self._turns = _Turns(
             *(
-                BatchDecodeWithPagedKVCacheWrapper(self.workspace, "NHD", use_tensor_cores=True, backend="fa2")
+                BatchDecodeWithPagedKVCacheWrapper(self.workspace, "NHD", use_tensor_cores=tensor_cores, backend="fa2")
                 for _ in range(2)
             )
         )
@@ -140,6 +145,8 @@ class XqaDecode:
     Attributes:
         workspace: counters, 0 between launches, and partial results; so a backend serves one stream.
     """
+
+    serves_graphs = True
 
     def __init__(self, device: torch.device) -> None:
         self.workspace = torch.zeros(_XQA_WORKSPACE_BYTES, dtype=torch.uint8, device=device)

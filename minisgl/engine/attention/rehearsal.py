@@ -3,6 +3,7 @@ runs on this device. Better at the start, where another kernel can still be take
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +19,7 @@ _TOLERANCE = 0.05
 
 
 def rehearse(backend: AttentionBackend, shape: AttentionShape, device: torch.device, *, num_new: int) -> None:
-    """Two requests over random pages, held against torch's attention. Waits for the device.
+    """Two requests, one of more than a page, held against torch's attention. Waits for the device.
 
     Args:
         num_new: new tokens of each; 1 for a backend that decodes.
@@ -26,7 +27,7 @@ def rehearse(backend: AttentionBackend, shape: AttentionShape, device: torch.dev
     Raises:
         RuntimeError: the result is wrong. A kernel that cannot be built raises whatever it raises.
     """
-    batch = two_requests(num_new, shape.page_size, device)
+    batch = random_batch([num_new] * 2, [shape.page_size + num_new, num_new], shape.page_size, device)
     generator = torch.Generator().manual_seed(0)
 
     def randn(*sizes: int) -> torch.Tensor:
@@ -43,28 +44,35 @@ def rehearse(backend: AttentionBackend, shape: AttentionShape, device: torch.dev
         raise RuntimeError(f"{type(backend).__name__} is off by {error:.3g} on this device")
 
 
-def two_requests(num_new: int, page_size: int, device: torch.device) -> ForwardBatch:
-    """Of ``num_new`` new tokens each; the first has a page before them. Their pages lie in descending order."""
-    lengths = [page_size + num_new, num_new]
+def random_batch(
+    num_new: Sequence[int], lengths: Sequence[int], page_size: int, device: torch.device, *, seed: int = 0
+) -> ForwardBatch:
+    """Requests with scattered pages, numbered from 1 to their number; the token ids mean nothing.
+
+    Args:
+        num_new: new tokens of each request.
+        lengths: its tokens in all.
+    """
     num_pages = [ceil_div(n, page_size) for n in lengths]
-    pages = torch.zeros(2, num_pages[0], dtype=torch.int32)
-    pages[0] = torch.arange(sum(num_pages), num_pages[1], -1)
-    pages[1, : num_pages[1]] = torch.arange(num_pages[1], 0, -1)
-    positions = torch.cat([torch.arange(n - num_new, n) for n in lengths])
-    owners = torch.arange(2).repeat_interleave(num_new)
-    slots = pages[owners, positions // page_size] * page_size + positions % page_size
-    starts = np.array([0, num_new, 2 * num_new], np.int32)
+    shuffled = torch.randperm(sum(num_pages), generator=torch.Generator().manual_seed(seed)).to(torch.int32) + 1
+    pages = torch.zeros(len(lengths), max(num_pages), dtype=torch.int32)
+    for row, own in zip(pages, shuffled.split(num_pages), strict=True):
+        row[: len(own)] = own
+    positions = torch.cat([torch.arange(n - new, n) for n, new in zip(lengths, num_new, strict=True)])
+    owners = torch.arange(len(lengths)).repeat_interleave(torch.tensor(num_new))
+    slots = pages[owners, positions // page_size].to(torch.int64) * page_size + positions % page_size
+    starts = np.append(0, np.cumsum(num_new)).astype(np.int32)
     return ForwardBatch(
         step_id=0,
-        input_ids=torch.zeros(2 * num_new, dtype=torch.int64, device=device),
+        input_ids=torch.zeros_like(positions).to(device),
         positions=positions.to(device),
-        slot_mapping=slots.to(device, torch.int64),
+        slot_mapping=slots.to(device),
         cu_seqlens_q=torch.from_numpy(starts).to(device),
         seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
         page_table=pages.to(device),
         logits_indices=torch.zeros(0, dtype=torch.int64, device=device),
         page_size=page_size,
-        num_decodes=2 if num_new == 1 else 0,
+        num_decodes=next((i for i, new in enumerate(num_new) if new != 1), len(num_new)),
         host_cu_seqlens_q=starts,
         host_seq_lens=np.array(lengths, np.int32),
     )
