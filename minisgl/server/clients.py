@@ -16,6 +16,8 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+import msgspec
+
 from minisgl.request import SamplingParams
 from minisgl.server.client import Delta, EngineDied, EngineStats, GenerateRequest, ModelInfo, RequestRefused, Update
 from minisgl.server.engine_loop import HEARTBEAT_S, Engine, EngineLoop
@@ -27,6 +29,7 @@ from minisgl.server.wire import (
     Call,
     Detokenize,
     Error,
+    FromFront,
     Heartbeat,
     Message,
     News,
@@ -410,7 +413,10 @@ class ThreadLink:
 
     def __init__(self, load: Callable[[], tuple[Engine, Tokenizer]]) -> None:
         self._load = load
+        self.worker: TextWorker | None = None  # for those who look
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromFront)
         self._thread: threading.Thread | None = None
         self._num_sent = 0  # batches; written by the thread,
         self._num_seen = 0  # and by the event loop
@@ -442,7 +448,7 @@ class ThreadLink:
         try:
             outbox: list[Message] = []
             to_engine: list[Any] = []
-            worker = TextWorker(tokenizer, to_front=outbox.append, to_engine=to_engine.append)
+            worker = self.worker = TextWorker(tokenizer, to_front=outbox.append, to_engine=to_engine.append)
             loop = EngineLoop(engine, send=worker.on_engine)  # type: ignore[arg-type]
             loop.start()
             while True:
@@ -472,8 +478,8 @@ class ThreadLink:
             return messages
 
     def send(self, message: Message) -> None:
-        """Send."""
-        self._inbox.put(message)
+        """Send a copy, as over a socket."""
+        self._inbox.put(self._decoder.decode(self._encoder.encode(message)))
 
     async def close(self) -> None:
         """End the thread."""

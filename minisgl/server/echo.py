@@ -79,7 +79,8 @@ class EchoEngine:
             wait_s = self._due_s - self._clock()
             if wait_s > 0:
                 self._sleep(wait_s)
-            self._due_s = max(self._due_s, self._clock() - 1 / self._rate) + 1 / self._rate
+            is_behind = self._clock() - self._due_s > 1 / self._rate  # there was nothing to do: do not catch up
+            self._due_s = (self._clock() if is_behind else self._due_s) + 1 / self._rate
         self._num_steps += 1
         now = self._clock()
         ids: list[str] = []

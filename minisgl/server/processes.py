@@ -175,8 +175,9 @@ class ProcessLink:
             if for_good:
                 return
             while True:
-                pause_s = 1.0 if time.monotonic() - since_s > STEADY_S else min(2 * pause_s, LONGEST_PAUSE_S)
+                pause_s = 1.0 if time.monotonic() - since_s > STEADY_S else pause_s
                 await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                 try:
                     await self._launch()
                     break
@@ -204,7 +205,7 @@ class ProcessLink:
                 # Twice in a row: if it was this process that slept, the heartbeats are still to be read.
                 num_late = num_late + 1 if late_s > TERMINATE_S else 0
                 if num_late == 2:
-                    return f"the engine's loop has not turned for {late_s + self._deadline_s:.0f} s"
+                    return f"no heartbeat of the engine has come for {late_s + self._deadline_s:.0f} s"
         finally:
             for end in ends:
                 end.cancel()
