@@ -21,9 +21,11 @@ from minisgl.config import EngineConfig, ModelConfig
 from minisgl.launch import find_device, find_dtype, find_model
 from minisgl.model import load_model
 from minisgl.model.weights import checkpoint_names
+from minisgl.utils import ceil_div
 
 logger = logging.getLogger(__name__)
 _WARM_UP = 16  # new tokens of each request
+_CPU_PAGE_SIZE, _CPU_BUDGET = 64, 1024
 
 
 def run_transformers(
@@ -75,14 +77,27 @@ def load_transformers(config: EngineConfig) -> Any:
 
 def _generate(model: Any, workload: Workload, rng: random.Random) -> float:
     """Seconds from the first request to the last token. Raises ``RuntimeError`` if a request fails."""
-    sampling = {"do_sample": False} if workload.temperature == 0 else {"temperature": workload.temperature}
-    if workload.temperature:
-        sampling["do_sample"] = True
+    sampling: dict[str, Any] = {"do_sample": False}
+    if workload.temperature > 0:
+        sampling = {"do_sample": True, "temperature": workload.temperature, "top_k": 0}
     config = transformers.GenerationConfig(
-        **sampling, top_k=0, eos_token_id=-1, pad_token_id=0, max_new_tokens=max(workload.output_lens)
+        **sampling, eos_token_id=-1, pad_token_id=0, max_new_tokens=max(workload.output_lens)
     )
     prompts = workload.draw(rng, model.config.vocab_size)
-    with torch.no_grad(), model.continuous_batching_context_manager(generation_config=config) as manager:
+    from transformers.generation import ContinuousBatchingConfig  # not in every version
+
+    sizes = {}
+    if model.device.type == "cpu":  # left alone it would fill the machine's memory with KV
+        lengths = zip(workload.input_lens, workload.output_lens, strict=True)
+        num_blocks = sum(ceil_div(n + m, _CPU_PAGE_SIZE) for n, m in lengths)
+        sizes = {"page_size": _CPU_PAGE_SIZE, "num_blocks": 1 + num_blocks, "max_batch_tokens": _CPU_BUDGET}
+    batching = ContinuousBatchingConfig(**sizes)
+    with (
+        torch.no_grad(),
+        model.continuous_batching_context_manager(
+            generation_config=config, continuous_batching_config=batching
+        ) as manager,
+    ):
         started = time.perf_counter()
         for prompt, n in zip(prompts, workload.output_lens, strict=True):
             manager.add_request(prompt, max_new_tokens=n)
