@@ -91,7 +91,8 @@ class EngineConfig:
         attention: attention kernels: "auto" (what is fastest on the device), "torch", "triton", "flashinfer", or
             "PREFILL,DECODE" with PREFILL one of torch, triton, fa2, fa3 and DECODE one of torch, triton, fa2, xqa.
         kernels: of layers and sampler: "triton" (fused), "torch" (the plain versions), or "auto" (Triton's on CUDA).
-        cuda_graph_max_bs: largest batch that is captured in a CUDA graph; 0: none, and nothing else so far.
+        cuda_graph_max_bs: largest batch of decodes that is captured in a CUDA graph, at most ``max_running``; 0: no
+            graphs; None: up to 512 on CUDA, if the attention backend allows.
         seed: seed of requests that bring none; None: another one at each start.
         record: file that a flight record is written to.
         trace: keep the records that the book's figures are drawn from.

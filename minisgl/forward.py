@@ -128,6 +128,12 @@ class ForwardBatch:
 class AttentionBackend(Protocol):
     """Paged attention. A layer writes K and V of the step's tokens to the cache, then calls `forward`."""
 
+    @property
+    def serves_graphs(self) -> bool:
+        """Whether a step of decodes can be captured in a CUDA graph and replayed at other lengths: neither `plan` nor
+        `forward` then depends on what the host knows of them."""
+        ...
+
     def plan(self, batch: ForwardBatch) -> Any:
         """What `forward` needs to know about ``batch``, worked out once before layer 0."""
         ...

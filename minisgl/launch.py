@@ -5,9 +5,12 @@ Chapter 1 tells this module's story: where the model lies, which device and dtyp
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -16,11 +19,14 @@ from minisgl.checkpoint import find_model
 from minisgl.config import EngineConfig, ModelConfig, SchedulerConfig
 from minisgl.engine.attention import AttentionShape, load_attention
 from minisgl.engine.core import EngineCore
+from minisgl.engine.graphs import GraphCapture
 from minisgl.engine.kv_storage import KVStorage
+from minisgl.engine.memory import MemoryNeed, measure, rehearsal_sizes
 from minisgl.engine.request_table import RequestTable
 from minisgl.engine.runner import ModelRunner
 from minisgl.engine.sampler import Sampler
-from minisgl.kernels.kernel_set import load_kernels
+from minisgl.forward import AttentionBackend
+from minisgl.kernels.kernel_set import Kernels, load_kernels
 from minisgl.model import load_model
 from minisgl.model.decoder import CausalLM
 from minisgl.scheduler import Scheduler
@@ -30,6 +36,10 @@ from minisgl.utils import ceil_div
 
 # Without a device's own memory to fill, the pool takes this share of the machine's.
 CPU_POOL_SHARE = 0.25
+# Larger decode steps take the device longer than the host needs to launch them.
+MAX_GRAPH_REQUESTS = 512
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,30 +83,23 @@ def load_engine(config: EngineConfig, *, progress: bool = False) -> LoadedEngine
         max_model_len=context,
         progress=progress,
     )
-    sizes = size_pool(config, model, device, dtype)
+    build = partial(
+        _build_runner, model=model, attention=attention, kernels=kernels, dtype=dtype, device=device
+    )  # over a pool of the given sizes
+    max_graph_requests = find_max_graph_requests(config, attention, device)
+    if device.type == "cuda":
+        sizes, graphs = _size_on_cuda(config, model_config, device, dtype, build, max_graph_requests)
+    else:
+        num_bytes = CPU_POOL_SHARE * config.memory_fraction * _device_bytes(device)
+        sizes, graphs = size_pool(config, model_config, device, dtype, num_bytes), None
+    runner = build(sizes)
+    if graphs is not None and max_graph_requests:
+        capture = GraphCapture(runner, max_seq_len=sizes.max_model_len)
+        runner.graphs = capture.capture(
+            max_requests=max_graph_requests, token_buckets=graphs.token_buckets, reserve_bytes=graphs.step_bytes
+        )
     seed = secrets.randbits(63) if config.seed is None else config.seed
     scheduler = Scheduler(sizes, eos_token_ids=tokenizer.eos_token_ids, seed=seed)
-    runner = ModelRunner(
-        model=model,
-        attention=attention,
-        kv=KVStorage(
-            model.kv_shape(sizes.num_pages, sizes.page_size),
-            num_layers=model_config.num_layers,
-            dtype=dtype,
-            device=device,
-            kernels=kernels,
-        ),
-        table=RequestTable(
-            max_running=sizes.max_running,
-            table_width=sizes.table_width,
-            page_size=sizes.page_size,
-            device=device,
-            kernels=kernels,
-        ),
-        sampler=Sampler(
-            max_running=sizes.max_running, vocab_size=model_config.vocab_size, device=device, kernels=kernels
-        ),
-    )
     recorder = None
     if config.trace or config.record is not None:
         header = make_header(sizes, eos_token_ids=tokenizer.eos_token_ids, seed=seed)
@@ -109,8 +112,6 @@ def check_supported(config: EngineConfig) -> None:
     """Raise ``ValueError`` for an option that this version does not carry out, rather than ignore it."""
     if config.tp != 1:
         raise ValueError(f"tp {config.tp} is not supported yet; supported is 1")
-    if config.cuda_graph_max_bs:
-        raise ValueError("CUDA graphs are not supported yet; cuda_graph_max_bs must be 0 or not given")
     if config.record is not None and config.trace:
         raise ValueError("record and trace exclude each other: a trace is the same record, kept in memory")
 
@@ -156,19 +157,104 @@ def find_page_size(config: EngineConfig, device: torch.device) -> int:
     return config.page_size or (64 if device.type == "cuda" else 16)
 
 
-def size_pool(config: EngineConfig, model: CausalLM, device: torch.device, dtype: torch.dtype) -> SchedulerConfig:
+def find_max_graph_requests(config: EngineConfig, attention: AttentionBackend, device: torch.device) -> int:
+    """The largest batch to capture: what is asked for, but no more than can run (E04); 0: none. Raises ``ValueError``
+    where graphs are asked for and cannot be had."""
+    reason = None
+    if device.type != "cuda":
+        reason = "need a CUDA device"
+    elif not attention.serves_graphs:
+        reason = f"cannot hold attention {config.attention!r}, whose launches depend on lengths that the host knows"
+    if reason is not None:
+        if config.cuda_graph_max_bs:
+            raise ValueError(f"CUDA graphs {reason}; cuda_graph_max_bs must be 0 or not given")
+        return 0
+    asked = MAX_GRAPH_REQUESTS if config.cuda_graph_max_bs is None else config.cuda_graph_max_bs
+    return min(asked, config.max_running)
+
+
+def _build_runner(
+    sizes: SchedulerConfig,
+    *,
+    model: CausalLM,
+    attention: AttentionBackend,
+    kernels: Kernels,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> ModelRunner:
+    """A runner with a pool, and nothing captured."""
+    config = model.config
+    return ModelRunner(
+        model=model,
+        attention=attention,
+        kv=KVStorage(
+            model.kv_shape(sizes.num_pages, sizes.page_size),
+            num_layers=config.num_layers,
+            dtype=dtype,
+            device=device,
+            kernels=kernels,
+        ),
+        table=RequestTable(
+            max_running=sizes.max_running,
+            table_width=sizes.table_width,
+            page_size=sizes.page_size,
+            device=device,
+            kernels=kernels,
+        ),
+        sampler=Sampler(max_running=sizes.max_running, vocab_size=config.vocab_size, device=device, kernels=kernels),
+    )
+
+
+def _size_on_cuda(
+    config: EngineConfig,
+    shape: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    build: Callable[[SchedulerConfig], ModelRunner],
+    max_graph_requests: int,
+) -> tuple[SchedulerConfig, MemoryNeed]:
+    """The sizes, and what steps and graphs need beside the pool: measured, before the pool gets the rest.
+
+    Raises:
+        ValueError: as `size_pool`, and if the largest step does not fit.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    left = total * config.memory_fraction - (total - free)
+    trial = rehearsal_sizes(size_pool(config, shape, device, dtype, left))
+    try:
+        need = measure(build(trial), trial, max_graph_requests=max_graph_requests)
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            f"a step of {config.max_num_batched_tokens} tokens and {config.max_running} requests does not fit beside "
+            f"the weights: lower max_num_batched_tokens or max_running"
+        ) from error
+    torch.cuda.empty_cache()  # the trial's pool
+    sizes = size_pool(config, shape, device, dtype, left - need.step_bytes - need.graph_bytes)
+    logger.info(
+        "memory: %.2f GiB for the largest step, %.2f for graphs, %.2f for KV",
+        need.step_bytes / 2**30,
+        need.graph_bytes / 2**30,
+        sizes.num_pages * sizes.page_size * shape.kv_bytes_per_token(dtype.itemsize) / 2**30,
+    )
+    return sizes, need
+
+
+def size_pool(
+    config: EngineConfig, shape: ModelConfig, device: torch.device, dtype: torch.dtype, num_bytes: float
+) -> SchedulerConfig:
     """Decide page size, number of pages and longest request: what is asked for, else what memory allows.
+
+    Args:
+        num_bytes: for KV, if the number of pages was not asked for.
 
     Raises:
         ValueError: nothing fits, or the asked-for length does not fit into the pool.
     """
-    shape = model.config
     page_size = find_page_size(config, device)
     context = find_context(config, shape)
     token_bytes = shape.kv_bytes_per_token(dtype.itemsize)
     num_pages = config.num_pages
     if num_pages is None:
-        num_bytes = _pool_bytes(config, model, device, dtype)
         most_useful = config.max_running * ceil_div(context, page_size) + 1
         num_pages = min(int(num_bytes // (token_bytes * page_size)), most_useful)
         if num_pages < 2:
@@ -196,15 +282,3 @@ def _device_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _pool_bytes(config: EngineConfig, model: CausalLM, device: torch.device, dtype: torch.dtype) -> float:
-    """Bytes for KV: on CUDA what weights and the largest step leave of the allowed share, elsewhere a share of RAM."""
-    if device.type != "cuda":
-        return CPU_POOL_SHARE * config.memory_fraction * _device_bytes(device)
-    free, total = torch.cuda.mem_get_info(device)
-    shape, tokens = model.config, config.max_num_batched_tokens
-    # An estimate of the largest step: a few copies of the widest activations, and float32 logits of every row.
-    width = 8 * shape.hidden_size + 4 * shape.intermediate_size
-    step = tokens * width * dtype.itemsize + 4 * config.max_running * shape.vocab_size * 4
-    return total * config.memory_fraction - (total - free) - step

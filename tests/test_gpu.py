@@ -1,5 +1,6 @@
-"""The engine on a CUDA device gives the tokens that it gives on a CPU."""
+"""The engine on a CUDA device gives the tokens that it gives on a CPU, whatever computes them."""
 
+import logging
 import os
 from pathlib import Path
 
@@ -62,11 +63,97 @@ def test_float32_greedy_equals_cpu(prompts, reference, overlap, page_size, chunk
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_bfloat16_greedy_equals_cpu_up_to_near_ties(prompts, reference, overlap):
-    with LLM("tiny", device="cuda", overlap=overlap) as llm:
-        assert llm.engine.runner.kv.layers[0].dtype == torch.bfloat16
-        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
-    assert compare(reference, outputs, BFLOAT16_GAP) > 0.1 * NUM_TOKENS * len(prompts)
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("max_graph", [0, None])
+def test_our_kernels_and_graphs_in_float32(prompts, reference, overlap, page_size, max_graph):
+    """E02. Fused kernels, Triton attention, graphs: the same tokens."""
+    with LLM("tiny", device="cuda", dtype="float32", attention="triton", overlap=overlap, page_size=page_size,
+             cuda_graph_max_bs=max_graph, max_running=16, strict=True, num_pages=4096 // page_size + 1) as llm:  # fmt: skip
+        graphs = llm.engine.runner.graphs
+        assert bool(graphs.decodes) == bool(graphs.tokens) == (max_graph is None)
+        for _ in range(2):
+            compared = compare(reference, llm.generate(prompts, GREEDY, use_tqdm=False), FLOAT32_GAP)
+            assert compared > 0.8 * NUM_TOKENS * len(prompts)
+
+
+BACKENDS = ["torch", "triton", "flashinfer", "fa2,fa2", "fa2,xqa", "fa3,triton", "auto"]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("attention", BACKENDS)
+def test_bfloat16_greedy_equals_cpu_up_to_near_ties(prompts, reference, attention, page_size, overlap):
+    if attention not in ("torch", "triton", "auto"):
+        pytest.importorskip("flashinfer")
+    for max_graph in (0, None):
+        with LLM("tiny", device="cuda", attention=attention, page_size=page_size, overlap=overlap,
+                 cuda_graph_max_bs=max_graph, max_running=16, num_pages=4096 // page_size + 1) as llm:  # fmt: skip
+            assert llm.engine.runner.kv.layers[0].dtype == torch.bfloat16
+            outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        assert compare(reference, outputs, BFLOAT16_GAP) > 0.1 * NUM_TOKENS * len(prompts)
+
+
+def test_E03_padding_changes_nothing(prompts, reference):
+    """Batches of 1 to 9 in graphs of 1, 2, 4 and 8, prompts of all lengths in graphs of pieces."""
+    with LLM("tiny", device="cuda", dtype="float32", attention="triton", max_running=8, num_pages=200) as llm:
+        assert list(llm.engine.runner.graphs.decodes) == [1, 2, 4, 8]
+        for size in range(1, 10):
+            outputs = llm.generate(prompts[:size], GREEDY, use_tqdm=False)
+            compare(reference[:size], outputs, FLOAT32_GAP)
+            llm.engine.flush_cache()
+        page_0 = [layer[:, 0] for layer in llm.engine.runner.kv.layers]
+        assert all(bool(page.isfinite().all()) for page in page_0) and bool(page_0[0].any())
+
+
+def test_E04_graphs_stop_at_max_running_and_larger_batches_go_without(prompts, reference):
+    options = dict(device="cuda", dtype="float32", attention="triton", num_pages=200)
+    with LLM("tiny", max_running=3, cuda_graph_max_bs=160, **options) as llm:
+        assert list(llm.engine.runner.graphs.decodes) == [1, 2, 3]
+    with LLM("tiny", max_running=10, cuda_graph_max_bs=4, **options) as llm:
+        assert list(llm.engine.runner.graphs.decodes) == [1, 2, 4]
+        compare(reference, llm.generate(prompts, GREEDY, use_tqdm=False), FLOAT32_GAP)
+
+
+def test_sampling_in_a_graph_equals_sampling_without(prompts):
+    """P04, P05: greedy rows, random rows and rows that need more than one pass, in one batch."""
+    params = [SamplingParams(temperature=t, top_p=p, seed=i, max_tokens=24, ignore_eos=True)
+              for i, (t, p) in enumerate([(0, 1), (0.8, 1), (0.8, 0.9), (0, 1), (1.2, 1), (0.5, 0.5)])]  # fmt: skip
+    tokens = []
+    for max_graph, kernels in ((0, "torch"), (0, "triton"), (None, "triton")):
+        with LLM("tiny", device="cuda", dtype="float32", attention="triton", kernels=kernels,
+                 cuda_graph_max_bs=max_graph, num_pages=200, max_running=16) as llm:  # fmt: skip
+            for batch in (params, params[:2] + params[3:5]):
+                tokens.append([o.token_ids for o in llm.generate(prompts[: len(batch)], batch, use_tqdm=False)])
+    assert tokens[0] == tokens[2] == tokens[4] and tokens[1] == tokens[3] == tokens[5]
+    assert tokens[0][0] == tokens[1][0] and tokens[0][1] == tokens[1][1]
+
+
+def test_E05_the_pool_leaves_room_for_the_largest_step(caplog):
+    """Under an artificial limit, with the longest chunk and the largest batch, and graphs for both."""
+    share = 0.06
+    free, total = torch.cuda.mem_get_info()
+    with LLM("tiny", device="cuda", memory_fraction=share, max_running=256) as llm:
+        context = llm.engine.scheduler.config.max_model_len
+        prompts = [[7] * (context - 8)] * 8 + [[9, i % 50, i // 50] for i in range(300)]
+        params = SamplingParams(max_tokens=8, ignore_eos=True, top_p=0.9, logprobs=20)
+        llm.generate(prompts, params, use_tqdm=False)
+        torch.cuda.synchronize()
+        used = free - torch.cuda.mem_get_info()[0]
+    assert used < share * total
+
+
+def test_E05_what_does_not_fit_is_left_out(caplog, monkeypatch):
+    from minisgl.engine import graphs
+
+    free = torch.cuda.mem_get_info()[0]
+    readings = iter([free] * 4)
+    with LLM("tiny", device="cuda", num_pages=64, max_running=16, cuda_graph_max_bs=0) as llm:
+        capture = graphs.GraphCapture(llm.engine.runner, max_seq_len=64)
+        monkeypatch.setattr(graphs.torch.cuda, "mem_get_info", lambda device=None: (next(readings, 0), free))
+        with caplog.at_level(logging.WARNING):
+            captured = capture.capture(max_requests=16, token_buckets=(64,), reserve_bytes=1)
+    assert list(captured.decodes) == [2, 4, 8, 16] and not captured.tokens
+    assert "the graph of 1 requests is left out" in caplog.text
 
 
 def test_seeded_tokens_equal_cpu(prompts):

@@ -11,9 +11,10 @@ read from there. All graphs share one pool of memory, since never more than one 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -186,34 +187,36 @@ class GraphCapture:
         self._stream = torch.cuda.Stream(runner.table.device)
 
     @torch.no_grad()
-    def capture(self, *, max_requests: int, max_tokens: int, reserve_bytes: int = 0) -> Graphs:
-        """Record decode graphs up to ``max_requests`` and pieces up to ``max_tokens``, the largest first, so that the
-        others fit into its memory.
-
-        What would leave less than ``reserve_bytes`` of the device's memory free is left out, with a warning. Pieces are
-        left out, too, for sizes that take the device longer than the host needs to launch them: there a graph gains
-        nothing, and padding costs.
-        """
+    def capture(self, *, max_requests: int, token_buckets: Sequence[int], reserve_bytes: int = 0) -> Graphs:
+        """Record decode graphs up to ``max_requests``, and pieces for ``token_buckets``; the largest first, so that the
+        others fit into its memory. What would leave less than ``reserve_bytes`` of the device's memory free is left
+        out, with a warning."""
         started = time.monotonic()
         decodes: dict[int, DecodeGraph] = {}
         tokens: dict[int, PieceGraphs] = {}
-        with self._on_side_stream():
-            for size in reversed(decode_buckets(max_requests)):
-                if not self._has_room(reserve_bytes, f"a graph of {size} requests"):
-                    break
+        for size in reversed(decode_buckets(max_requests)):
+            if self._has_room(reserve_bytes, f"the graph of {size} requests"):
                 decodes[size] = self.decode(size)
-            worth_it = [n for n in TOKEN_BUCKETS if n <= max_tokens]
-            worth_it = worth_it[: next((i for i, n in enumerate(worth_it) if not self._host_is_slower(n)), None)]
-            for size in reversed(worth_it):
-                if not self._has_room(reserve_bytes, f"graphs of {size} tokens"):
-                    break
+        for size in sorted(token_buckets, reverse=True):
+            if self._has_room(reserve_bytes, f"the graphs of {size} tokens"):
                 tokens[size] = self.pieces(size)
         graphs = Graphs(dict(sorted(decodes.items())), dict(sorted(tokens.items())))
-        took = time.monotonic() - started
-        logger.info("captured graphs for %s requests, %s tokens in %.1f s", list(graphs.decodes), list(graphs.tokens),
-                    took)  # fmt: skip
+        logger.info(
+            "captured graphs of %s requests and of %s tokens in %.1f s",
+            list(graphs.decodes),
+            list(graphs.tokens),
+            time.monotonic() - started,
+        )
         return graphs
 
+    @torch.no_grad()
+    def worthwhile_token_buckets(self, max_tokens: int) -> tuple[int, ...]:
+        """Those of `TOKEN_BUCKETS` up to ``max_tokens`` that the host takes longer to launch than the device to
+        compute. Above them a graph gains nothing, and padding costs."""
+        sizes = [n for n in TOKEN_BUCKETS if n <= max_tokens]
+        return tuple(itertools.takewhile(self._host_is_slower, sizes))
+
+    @torch.no_grad()
     def decode(self, num_requests: int) -> DecodeGraph:
         """Record one decode step and its draw."""
         runner, table = self.runner, self.runner.table
@@ -238,26 +241,29 @@ class GraphCapture:
         def draw(logits: Tensor) -> Tensor:
             return runner.sampler.launch(logits, buffers.packed[:num_requests], table.last_tokens)
 
-        draw(forward()[1])  # whatever is compiled or allocated at first use
         graph, draw_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with self._recording(graph):
-            batch, logits = forward()
-        # Borrowed, so that the graphs of other sizes may use the same memory: only one of them runs.
-        logits = borrow(logits)
-        with self._recording(draw_graph):
-            tokens = draw(logits)
+        with self._on_side_stream():
+            draw(forward()[1])  # whatever is compiled or allocated at first use
+            with self._recording(graph):
+                batch, logits = forward()
+            # Borrowed, so that the graphs of other sizes may use the same memory: only one of them runs.
+            logits = borrow(logits)
+            with self._recording(draw_graph):
+                tokens = draw(logits)
         return DecodeGraph(buffers, batch, graph, logits, draw_graph, borrow(tokens))
 
+    @torch.no_grad()
     def pieces(self, num_tokens: int) -> PieceGraphs:
         """Record a step of so many tokens, cut at attention."""
         runner = self.runner
         buffers, batch = self._tokens(num_tokens)
-        runner.model(batch, runner.kv.layers, _NoAttention())  # whatever is compiled or allocated at first use
         cutter = _CuttingAttention(self._pool)
-        torch.cuda.synchronize()
-        cutter.begin()
-        stream = runner.model(batch, runner.kv.layers, cutter)
-        cutter.end()
+        with self._on_side_stream():
+            runner.model(batch, runner.kv.layers, _NoAttention())  # whatever is compiled or allocated at first use
+            torch.cuda.synchronize()
+            cutter.begin()
+            stream = runner.model(batch, runner.kv.layers, cutter)
+            cutter.end()
         return PieceGraphs(buffers, tuple(cutter.pieces), tuple(cutter.cuts), borrow(stream))
 
     def _tokens(self, num_tokens: int) -> tuple[StepBuffers, ForwardBatch]:
@@ -286,7 +292,7 @@ class GraphCapture:
     def _has_room(self, reserve_bytes: int, what: str) -> bool:
         free = torch.cuda.mem_get_info(self.runner.table.device)[0]
         if free < reserve_bytes:
-            logger.warning("%s and smaller ones are left out: %.2f GiB of memory are left", what, free / 2**30)
+            logger.warning("%s is left out: only %.2f GiB of memory are left", what, free / 2**30)
         return free >= reserve_bytes
 
     @contextmanager
@@ -310,6 +316,8 @@ class GraphCapture:
 
 class _NoAttention:
     """Attention that computes nothing, for what surrounds it."""
+
+    serves_graphs = True
 
     def plan(self, batch: ForwardBatch) -> None:
         return None

@@ -37,6 +37,11 @@ class SplitAttention:
         self.decode = decode
         self.reason = reason
 
+    @property
+    def serves_graphs(self) -> bool:
+        """Decodes are captured, prompts never."""
+        return self.decode.serves_graphs
+
     def plan(self, batch: ForwardBatch) -> SplitPlan:
         """Each part's plan."""
         d, r = batch.num_decodes, batch.num_requests
@@ -67,6 +72,11 @@ class BySize:
     def __init__(self, backends: Sequence[tuple[int | None, AttentionBackend]]) -> None:
         assert backends and backends[-1][0] is None
         self.backends = tuple(backends)
+
+    @property
+    def serves_graphs(self) -> bool:
+        """Whether all do."""
+        return all(backend.serves_graphs for _, backend in self.backends)
 
     def plan(self, batch: ForwardBatch) -> ForwardBatch:
         """The batch, planned by the one that serves it."""

@@ -77,6 +77,8 @@ class TorchAttention:
         grouped: compute requests of like shape together. False is the slow twin: one request after the other.
     """
 
+    serves_graphs = False  # the groups depend on the lengths
+
     def __init__(self, *, grouped: bool = True) -> None:
         self.grouped = grouped
 

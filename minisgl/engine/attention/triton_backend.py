@@ -50,6 +50,8 @@ class TritonAttention:
         ValueError: the device is a CPU and Triton does not interpret.
     """
 
+    serves_graphs = True
+
     def __init__(self, device: torch.device | str) -> None:
         device = torch.device(device)
         if device.type != "cuda" and not triton.knobs.runtime.interpret:
