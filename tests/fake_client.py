@@ -36,7 +36,10 @@ class FakeClient:
         if request.token_ids is not None:
             return request.token_ids
         if request.text is not None:
-            return list(request.text.encode())
+            try:
+                return list(request.text.encode())
+            except UnicodeEncodeError as error:
+                raise RequestRefused(str(error)) from None
         if any(m["content"] == "refuse" for m in request.messages or ()):
             raise RequestRefused("the chat template raised: no such thing")
         return list("".join(f"{m['role']}:{m['content']}\n" for m in request.messages or ()).encode())
@@ -127,8 +130,15 @@ class FakeClient:
         return 3
 
     async def stats(self, *, detail: bool = False) -> EngineStats:
-        return EngineStats(num_running=len(self.running), num_pages=8, num_free_pages=6,
-                           num_cached_pages=1, prompt_tokens=10, cached_tokens=5, detail={"batch": []} if detail else {})  # fmt: skip
+        return EngineStats(
+            num_running=len(self.running),
+            num_pages=8,
+            num_free_pages=4,
+            num_cached_pages=2,
+            prompt_tokens=10,
+            cached_tokens=5,
+            detail={"batch": sorted(self.running)} if detail else {},
+        )
 
     async def close(self) -> None:
         pass

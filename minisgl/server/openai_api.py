@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from minisgl.request import SamplingParams
-from minisgl.server.chat import check_messages, check_tools
+from minisgl.server.chat import ROLES, check_messages, check_tools
 from minisgl.server.client import GenerateRequest, ModelInfo
 from minisgl.server.errors import ApiError
 
@@ -21,6 +21,25 @@ MAX_PROMPTS = 256  # in one body; each takes a row or waits for one
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Prompt = str | list[TokenId]
+_PART = {"type": "object", "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+         "required": ["type", "text"]}  # fmt: skip
+# Checked by `check_messages`, which templates rely on in every door; here it is only described.
+Message = Annotated[
+    dict[str, Any],
+    WithJsonSchema(
+        {
+            "type": "object",
+            "properties": {
+                "role": {"enum": list(ROLES)},
+                "content": {
+                    "description": "Text, or text parts. Only an assistant's may be missing, next to tool_calls.",
+                    "anyOf": [{"type": "string"}, {"type": "array", "items": _PART}, {"type": "null"}],
+                },
+            },
+            "required": ["role"],
+        }
+    ),
+]
 Ignored = Annotated[Any, Field(default=None, description="Accepted, and changes nothing.")]
 Unsupported = Annotated[Any, Field(default=None, description="Not supported: anything but the default is refused.")]
 
@@ -107,9 +126,7 @@ class CompletionRequest(_Sampling):
 class ChatRequest(_Sampling):
     """Body of ``/v1/chat/completions``: a conversation to answer."""
 
-    messages: list[dict[str, Any]] = Field(
-        description="Each with role (system, developer, user, assistant, tool) and content (text, or text parts)."
-    )
+    messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, description="The newer name of max_tokens.")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
@@ -134,7 +151,7 @@ class TokenizeRequest(BaseModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: list[Message] | None = Field(None, min_length=1)
     tools: list[dict[str, Any]] | None = None
 
 
