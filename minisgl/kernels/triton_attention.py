@@ -86,7 +86,7 @@ def _absorb(q, k, v, sees, scale, peak, acc, WIDEN: tl.constexpr):
     return new_peak, acc, weights, shrink
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_requests"])
 def _prefill_kernel(
     q, kv, out, page_table, cu_seqlens_q, seq_lens, num_requests, scale,
     q_stride, out_stride, v_offset, table_stride,
@@ -136,7 +136,7 @@ def _prefill_kernel(
         tl.store(out + (places_in_n * out_stride)[:, None] + columns, result.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_requests"])
 def _line_kernel(seq_lens, line, num_requests, BLOCK_R: tl.constexpr):
     """Where each request begins in the line, and behind them the line's end. One program."""
     each = tl.arange(0, BLOCK_R)
@@ -187,7 +187,7 @@ def _place(program, first, num_programs):
     return tl.where(program == first, program + num_programs, program)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_requests"])
 def _decode_kernel(
     q, kv, out, pieces, counters, page_table, seq_lens, line, num_requests, scale,
     q_stride, out_stride, v_offset, table_stride,
@@ -335,7 +335,7 @@ def prefill_attention(
         q, kv, out, page_table, cu_seqlens_q, seq_lens, num_requests, scale * _LOG2_E,
         q.stride(0), out.stride(0), kv.stride(0), page_table.stride(0),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, PAGE_SIZE=kv.shape[2],
-        BLOCK_R=triton.next_power_of_2(num_requests), BLOCK_M=block_m, BLOCK_K=block_k or _block_rows(kv),
+        BLOCK_R=_block_r(num_requests), BLOCK_M=block_m, BLOCK_K=block_k or _block_rows(kv),
         BLOCK_D=_block_d(head_dim), WIDEN=_widen(q.dtype), num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
 
@@ -351,7 +351,7 @@ def lay_out(seq_lens: Tensor) -> Tensor:
     """
     num_requests = seq_lens.shape[0]
     line = torch.empty(num_requests + 1, dtype=torch.int32, device=seq_lens.device)
-    _line_kernel[1,](seq_lens, line, num_requests, BLOCK_R=triton.next_power_of_2(num_requests))
+    _line_kernel[1,](seq_lens, line, num_requests, BLOCK_R=_block_r(num_requests))
     return line
 
 
@@ -397,7 +397,7 @@ def decode_attention(
         q, kv, out, pieces, counters, page_table, seq_lens, line, num_requests, scale * _LOG2_E,
         q.stride(0), out.stride(0), kv.stride(0), page_table.stride(0),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, PAGE_SIZE=page_size,
-        HEADS=heads, BLOCK_R=triton.next_power_of_2(num_requests), BLOCK_M=max(_MIN_ROWS, block_s),
+        HEADS=heads, BLOCK_R=_block_r(num_requests), BLOCK_M=max(_MIN_ROWS, block_s),
         BLOCK_K=(block_rows or _block_rows(kv)) // heads, BLOCK_D=block_d,
         BLOCK_S=block_s, BLOCK_P=max(1, num_warps * 512 // (block_s * block_d)),  # 16 registers of a thread
         WIDEN=_widen(q.dtype), num_warps=num_warps, num_stages=num_stages,
@@ -421,6 +421,11 @@ def choose_heads(num_requests: int, num_kv_heads: int, group: int, *, num_progra
     ):
         heads *= 2
     return heads
+
+
+def _block_r(num_requests: int) -> int:
+    """The same for most batches, so that a kernel is compiled once; to look at more requests takes no longer."""
+    return max(256, triton.next_power_of_2(num_requests))
 
 
 def _block_d(head_dim: int) -> int:
