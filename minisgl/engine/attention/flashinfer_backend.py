@@ -151,17 +151,18 @@ class XqaDecode:
     def __init__(self, device: torch.device) -> None:
         self.workspace = torch.zeros(_XQA_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
-    def plan(self, batch: ForwardBatch) -> None:
-        """Nothing to plan."""
+    def plan(self, batch: ForwardBatch) -> Tensor:
+        """The page table, gapless: the kernel gets an address and no strides."""
+        return batch.page_table.contiguous()
 
     def forward(self, q: Tensor, kv: Tensor, batch: ForwardBatch, *, scale: float, out: Tensor | None = None) -> Tensor:
         """See `minisgl.forward.AttentionBackend`."""
         out_NHD = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
         trtllm_batch_decode_with_kv_cache(
-            q.contiguous(),  # the kernel gets an address and no strides, here and in the table
+            q.contiguous(),
             (kv[0], kv[1]),
             self.workspace,
-            batch.page_table.contiguous(),
+            batch.attn_metadata,
             batch.seq_lens,
             batch.page_table.shape[1] * batch.page_size,
             bmm1_scale=scale,
