@@ -5,9 +5,12 @@ Outputs are NaN before a kernel writes them, and so is what lies beside the tens
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -29,6 +32,9 @@ def version(text: str) -> tuple[int, int]:
 if triton.knobs.runtime.interpret and version(triton.__version__) < (3, 7) and version(np.__version__) >= (2, 4):
     pytest.skip("triton before 3.7 interprets loops only with numpy before 2.4", allow_module_level=True)
 
+from minisgl.benchmark import gemm  # noqa: E402
+from minisgl.benchmark.ceilings import Ceilings  # noqa: E402
+from minisgl.benchmark.timing import Timing  # noqa: E402
 from minisgl.kernels import activation, linear, norm  # noqa: E402
 from minisgl.kernels.triton_linear import (  # noqa: E402
     BUCKETS,
@@ -248,6 +254,50 @@ def test_paths_that_make_no_sense_are_refused() -> None:
         LinearPath("magic", block_n=4, block_k=4)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="powers of 2"):
         LinearPath("dot", block_n=24, block_k=64)
+
+
+def test_the_benchmark_writes_a_table_that_can_be_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of a tiny model; every kernel that may be chosen was right. What is in the table already stays there."""
+    config = {
+        "hidden_size": 32, "num_hidden_layers": 3, "intermediate_size": 48, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 40,
+    }  # fmt: skip
+    old = {"another": {(8, 16): {1: GEMV}}}
+    monkeypatch.setattr(gemm, "SHAPES", {"small": config})
+    monkeypatch.setattr(gemm, "read_table", lambda: old)
+    if DEVICE == "cpu":  # each time is less than the one before: cuBLAS, the first, is never the fastest
+        times = itertools.count(1)
+
+        def time_calls(calls: Sequence[Callable[[], object]], *args: object, **options: object) -> Timing:
+            calls[0]()
+            return Timing(1 / next(times), 0)
+
+        monkeypatch.setattr(gemm, "time_calls", time_calls)
+    rows = gemm.bench_gemm(
+        shapes=["small"], buckets=[2, 16], max_candidates=1, device=DEVICE,
+        ceilings=Ceilings(1e12, 1e12, 1e12, 1e-6, "bfloat16"),
+        output=tmp_path / "report.json", table_output=tmp_path / "linear_table.json",
+    )  # fmt: skip
+    assert [(row["product"], row["kind"]) for row in rows[::2]] == [
+        ("qkv 64x32", "norm"), ("o 32x32", "add"), ("gate_up 96x32", "norm"), ("down 32x48", "silu add"),
+        ("head 40x32", "plain"),
+    ]  # fmt: skip
+    assert json.loads((tmp_path / "report.json").read_text())["steps"][0]["ms"] > 0
+    monkeypatch.setattr("minisgl.kernels.triton_linear.files", lambda package: tmp_path)
+    table = read_table()
+    assert table.pop("another") == old["another"]
+    (measured,) = table.values()
+    assert set(measured) == {(64, 32), (32, 32), (96, 32), (32, 48), (40, 32)}
+    assert all(set(paths) == {2, 16} for paths in measured.values())
+    assert DEVICE == "cuda" or CUBLAS not in [path for paths in measured.values() for path in paths.values()]
+
+
+def test_the_benchmark_leaves_out_what_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    case = gemm._Case(gemm.Product("small", "o", 32, 64, "add", 1), torch.device(DEVICE), torch.bfloat16)
+    assert gemm._tried(case, [2], 2, 1)[2] == gemm.candidates(2)[:2]
+    case.exact[1, 31] += 1
+    assert gemm._tried(case, [2], 2, 1)[2] == []
+    assert capsys.readouterr().out.count("left out, 2 tokens") == 2
 
 
 # The interpreter runs what a compiler may refuse.

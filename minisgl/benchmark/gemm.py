@@ -1,0 +1,315 @@
+"""`minisgl bench gemm`: the products of a decode step, by cuBLAS and by every kernel that might beat it.
+
+Chapter 4 shows its table. Each product is timed as the model calls it, with the norm, activation or addition that
+belongs to it, and with cold weights: as many copies as together are several times the cache take turns in a CUDA graph.
+What wins for a number of tokens goes into the table that `minisgl.kernels.triton_linear` chooses by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from minisgl.benchmark.ceilings import Ceilings, measure_ceilings
+from minisgl.benchmark.report import table, write_report
+from minisgl.benchmark.shapes import SHAPES
+from minisgl.benchmark.timing import time_calls
+from minisgl.kernels.triton_elementwise import rms_norm, silu_and_mul
+from minisgl.kernels.triton_linear import (
+    BUCKETS,
+    CUBLAS,
+    MAX_TOKENS,
+    LinearPath,
+    SkinnyLinear,
+    read_table,
+    skinny,
+    table_as_json,
+)
+
+Kind = Literal["norm", "add", "silu add", "plain"]
+
+MAX_ERROR = 1e-2
+"""Greatest ``|result - exact| / |exact|`` of a kernel that may be chosen. Rounding to bfloat16 two or three times gives
+2e-3, cutting off, as the interpreter does, up to 9e-3."""
+
+_COLD_BYTES = 256 << 20  # of copies of a weight: several times the largest cache
+_GRAPH_BYTES = 1 << 30  # of weights read in a graph, but no more than 64 calls: beside that, starting it is nothing
+_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product that a decode step has.
+
+    Args:
+        model: a key of `SHAPES`.
+        place: where in the model.
+        n, k: shape of the weight.
+        kind: what belongs to it: a norm before it, the addition to the residual stream behind it, ...
+        count: how often a step has it.
+    """
+
+    model: str
+    place: str
+    n: int
+    k: int
+    kind: Kind
+    count: int
+
+
+def products(model: str, config: dict[str, Any]) -> list[Product]:
+    """Those of a model, by its ``config.json``."""
+    hidden, layers, size = config["hidden_size"], config["num_hidden_layers"], config["intermediate_size"]
+    q, kv = (config[f"num_{name}_heads"] * config["head_dim"] for name in ("attention", "key_value"))
+    return [
+        Product(model, "qkv", q + 2 * kv, hidden, "norm", layers),
+        Product(model, "o", hidden, q, "add", layers),
+        Product(model, "gate_up", 2 * size, hidden, "norm", layers),
+        Product(model, "down", hidden, size, "silu add", layers),
+        Product(model, "head", config["vocab_size"], hidden, "plain", 1),
+    ]
+
+
+def candidates(num_tokens: int) -> list[LinearPath]:
+    """Paths that may be the fastest for this many tokens, the likelier first. Which it is, is for the clock to say."""
+    if num_tokens <= 4:
+        found = [_gemv(4, 4, 2), _gemv(2, 4, 2), _gemv(4, 2, 4), _gemv(8, 4, 1), _gemv(4, 8, 1), _gemv(2, 8, 2)]
+        if num_tokens == 1:
+            return [*found, _gemv(1, 4, 4), _gemv(1, 8, 2), _gemv(2, 2, 4)]
+        return [*found, _split(16, 4, 4), _split(8, 4, 4), _whole(64, 128, 4)]
+    found = [_split(16, 4, 4), _split(32, 4, 3), _whole(64, 128, 4), _split(8, 4, 4), _split(16, 8, 3)]
+    if num_tokens <= 8:
+        return [*found, _gemv(4, 4, 1), _gemv(2, 4, 1), _gemv(8, 4, 1), _whole(32, 128, 4)]
+    if num_tokens <= 16:
+        return [*found, _split(8, 8, 4), _whole(64, 64, 6), _whole(128, 64, 4), _whole(32, 128, 4)]
+    return [
+        _split(16, 4, 3), _split(32, 4, 3), _whole(64, 128, 3), _whole(64, 64, 4), _whole(128, 64, 4),
+        _whole(128, 64, 4, num_warps=8), _whole(128, 128, 3, num_warps=8), _whole(32, 128, 3),
+    ]  # fmt: skip
+
+
+def _gemv(block_n: int, num_warps: int, depth: int) -> LinearPath:
+    """Each thread takes 16 bytes of a row at once."""
+    return LinearPath("gemv", block_n=block_n, block_k=256 * num_warps, depth=depth, num_warps=num_warps)
+
+
+def _split(block_n: int, num_warps: int, depth: int) -> LinearPath:
+    return LinearPath("dot", block_n=block_n, block_k=64, split=num_warps, depth=depth, num_warps=num_warps)
+
+
+def _whole(block_n: int, block_k: int, depth: int, num_warps: int = 4) -> LinearPath:
+    return LinearPath("dot", block_n=block_n, block_k=block_k, depth=depth, num_warps=num_warps)
+
+
+class _Case:
+    """Tensors of one product, for any number of tokens up to `MAX_TOKENS`."""
+
+    def __init__(self, product: Product, device: torch.device, dtype: torch.dtype) -> None:
+        self.product, self.device = product, device
+        n, k, silu = product.n, product.k, product.kind == "silu add"
+
+        def randn(*shape: int, scale: float = 1.0) -> Tensor:
+            return torch.randn(shape, device=device, dtype=torch.float32).mul_(scale).to(dtype)
+
+        self.x = randn(MAX_TOKENS, 2 * k if silu else k)
+        self.norm_weight = randn(k, scale=0.2) + 1
+        self.before = randn(MAX_TOKENS, n)
+        self.out = self.before.clone()
+        copies = max(2, -(-_COLD_BYTES // (n * k * dtype.itemsize))) if device.type == "cuda" else 2
+        self.weights = [torch.empty((n, k), device=device, dtype=dtype).normal_(std=k**-0.5) for _ in range(copies)]
+        x = self.x.double()
+        if product.kind == "norm":
+            x = x * (x.square().mean(-1, keepdim=True) + _EPS).rsqrt() * self.norm_weight.double()
+        if silu:
+            gate, up = x.chunk(2, dim=-1)
+            x = gate * gate.sigmoid() * up
+        self.exact = x @ self.weights[0].double().t()
+        if "add" in product.kind:
+            self.exact += self.before.double()
+
+    def error(self, path: LinearPath, num_tokens: int) -> float:
+        """Of a kernel, whose output is NaN before it is written."""
+        kind, x = self.product.kind, self.x[:num_tokens]
+        out = (
+            self.before[:num_tokens].clone() if "add" in kind else torch.full_like(self.before[:num_tokens], torch.nan)
+        )
+        norm: tuple[Tensor, float] | None = (self.norm_weight, _EPS) if kind == "norm" else None
+        silu = kind == "silu add"
+        if not path.fused:
+            x = rms_norm(x, *norm) if norm is not None else silu_and_mul(x) if silu else x
+            norm, silu = None, False
+        skinny(path, x, self.weights[0], out, norm=norm, silu=silu, add="add" in kind)
+        exact = self.exact[:num_tokens]
+        return float((out.double() - exact).norm() / exact.norm())
+
+    def calls(self, functions: SkinnyLinear, num_tokens: int) -> list[Callable[[], object]]:
+        """As the model calls it, with each copy of the weight in turn."""
+        num_calls = min(64, -(-_GRAPH_BYTES // self.weights[0].nbytes)) if self.device.type == "cuda" else 1
+        rounds = max(1, -(-num_calls // len(self.weights)))
+        return [self._call(functions, num_tokens, weight) for weight in self.weights] * rounds
+
+    def _call(self, functions: SkinnyLinear, num_tokens: int, weight: Tensor) -> Callable[[], object]:
+        x, out = self.x[:num_tokens], self.out[:num_tokens]
+        match self.product.kind:
+            case "norm":
+                return lambda: functions.norm_linear(x, self.norm_weight, _EPS, weight)
+            case "add":
+                return lambda: functions.linear_add(x, weight, out)
+            case "silu add":
+                return lambda: functions.silu_linear_add(x, weight, out)
+            case "plain":
+                return lambda: functions.linear(x, weight)
+
+    def seconds(self, path: LinearPath, num_tokens: int, run_s: float) -> float:
+        """Median of one call."""
+        functions = SkinnyLinear({(self.product.n, self.product.k): {_bucket(num_tokens): path}})
+        calls = self.calls(functions, num_tokens)
+        return time_calls(calls, self.device, repeats=5, run_s=run_s, graph=True).median_s
+
+
+def _bucket(num_tokens: int) -> int:
+    return next(bucket for bucket in BUCKETS if bucket >= num_tokens)
+
+
+def bench_gemm(
+    *,
+    shapes: Sequence[str] = ("qwen3-0.6b", "qwen3-8b", "qwen3-14b"),
+    buckets: Sequence[int] = BUCKETS,
+    max_candidates: int = 10,
+    device: torch.device | str = "cuda",
+    dtype: torch.dtype = torch.bfloat16,
+    ceilings: Ceilings | None = None,
+    output: str | Path | None = None,
+    table_output: str | Path | None = None,
+    num_threads: int = 12,
+    seed: int = 0,
+) -> list[dict[str, Any]]:
+    """Measure the products of models for few tokens, and print what is fastest and how far it is from the floor.
+
+    Args:
+        shapes: keys of `SHAPES`.
+        buckets: numbers of tokens, of `BUCKETS`.
+        max_candidates: kernels to try for each product and number of tokens, beside cuBLAS; fewer take less time.
+        device: a CUDA device. Elsewhere kernels are interpreted, and times mean nothing.
+        dtype: of 2 bytes.
+        ceilings: of the device; measured if None.
+        output: JSON file for the report.
+        table_output: file for the table of paths: that of the package, with what was measured put in its place.
+        num_threads: that compile.
+        seed: of the data.
+
+    Returns:
+        A row for each product and number of tokens.
+    """
+    device = torch.device(device)
+    torch.manual_seed(seed)
+    read = (ceilings or measure_ceilings(device)).read_bytes_per_s
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    paths = read_table()
+    rows: list[dict[str, Any]] = []
+    all_products = [product for shape in shapes for product in products(shape, SHAPES[shape])]
+    for product in all_products:
+        case = _Case(product, device, dtype)
+        floor_s = product.n * product.k * dtype.itemsize / read
+        chosen = paths.setdefault(name, {}).setdefault((product.n, product.k), {})
+        right = _tried(case, buckets, max_candidates, num_threads)
+        for m in buckets:
+            path, best_s, cublas_s = _fastest(case, m, right[m])
+            chosen[m] = path
+            rows.append(
+                {
+                    "model": product.model, "product": f"{product.place} {product.n}x{product.k}", "kind": product.kind,
+                    "tokens": m, "path": _text(path), "us": best_s * 1e6, "cuBLAS us": cublas_s * 1e6,
+                    "floor us": floor_s * 1e6, "share %": 100 * floor_s / best_s, "cuBLAS %": 100 * floor_s / cublas_s,
+                }
+            )  # fmt: skip
+        print(table(rows[-len(buckets) :]), flush=True)
+        del case
+    steps = list(_steps(all_products, buckets, rows))
+    print(f"\nAll products of a step; reading at {read / 1e12:.3g} TB/s is the floor")
+    print(table(steps))
+    if output is not None:
+        write_report(
+            output, "products of a decode step", device, {"read TB/s": read / 1e12, "steps": steps, "rows": rows}
+        )
+    if table_output is not None:
+        Path(table_output).write_text(table_as_json(paths), encoding="utf-8")
+    return rows
+
+
+def _tried(case: _Case, buckets: Sequence[int], max_candidates: int, num_threads: int) -> dict[int, list[LinearPath]]:
+    """For each number of tokens, candidates that compile, fit the device and give the right numbers."""
+    trials = [(m, path) for m in buckets for path in _paths(case.product, m, max_candidates)]
+
+    def error(trial: tuple[int, LinearPath]) -> float | str:
+        try:
+            return case.error(trial[1], trial[0])
+        except Exception as refused:  # by the compiler or the driver: too much shared memory, most of all
+            return f"{type(refused).__name__}: {refused}".partition("\n")[0]
+
+    if case.device.type == "cuda":
+        with ThreadPoolExecutor(num_threads) as pool:
+            errors = list(pool.map(error, trials))
+    else:  # the interpreter knows one thread
+        errors = [error(trial) for trial in trials]
+    right: dict[int, list[LinearPath]] = {m: [] for m in buckets}
+    for (m, path), found in zip(trials, errors, strict=True):
+        if not isinstance(found, str) and found <= MAX_ERROR:
+            right[m].append(path)
+        else:
+            print(f"left out, {m} tokens: {_text(path)}: {found}")
+    return right
+
+
+def _paths(product: Product, num_tokens: int, max_candidates: int) -> list[LinearPath]:
+    """With more tokens every program does more of a prologue that a kernel of its own would do once: the likeliest are
+    also tried without it."""
+    paths = candidates(num_tokens)[:max_candidates]
+    if num_tokens > 4 and product.kind in ("norm", "silu add"):
+        paths += [replace(path, fused=False) for path in paths[:3]]
+    return paths
+
+
+def _fastest(case: _Case, num_tokens: int, paths: Sequence[LinearPath]) -> tuple[LinearPath, float, float]:
+    """The fastest path, its seconds, and those of cuBLAS. The two best are measured again, for longer: the lowest of
+    many measurements is one that was lucky."""
+    run_s = 0.004 if case.device.type == "cuda" else 0.0
+    seconds = {path: case.seconds(path, num_tokens, run_s) for path in (CUBLAS, *paths)}
+    best = sorted(paths, key=seconds.__getitem__)[:2]
+    again = {path: case.seconds(path, num_tokens, 4 * run_s) for path in (CUBLAS, *best)}
+    path = min(again, key=again.__getitem__)
+    return path, again[path], again[CUBLAS]
+
+
+def _text(path: LinearPath) -> str:
+    if path.kind == "cublas":
+        return "cublas"
+    parts = f" / {path.split}" if path.split > 1 else ""
+    return (
+        f"{path.kind} {path.block_n}x{path.block_k}{parts}, {path.num_warps} warps, depth {path.depth}"
+        f"{'' if path.fused else ', not fused'}"
+    )
+
+
+def _steps(
+    all_products: Sequence[Product], buckets: Sequence[int], rows: Sequence[dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """What the products of a whole step take together, for each model and number of tokens."""
+    of = {(row["model"], row["product"], row["tokens"]): row for row in rows}
+    for model in dict.fromkeys(product.model for product in all_products):
+        for m in buckets:
+            own = [p for p in all_products if p.model == model]
+            total = {
+                key: sum(of[model, f"{p.place} {p.n}x{p.k}", m][f"{key}us"] * p.count for p in own) / 1e3
+                for key in ("", "cuBLAS ", "floor ")
+            }
+            yield {
+                "model": model, "tokens": m, "ms": total[""], "cuBLAS ms": total["cuBLAS "],
+                "floor ms": total["floor "], "share %": 100 * total["floor "] / total[""],
+            }  # fmt: skip
