@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from minisgl import __version__
+from minisgl.benchmark.shapes import SHAPES
 from minisgl.config import EngineConfig
 from minisgl.replay import replay
 from minisgl.request import RequestOutput, SamplingParams
@@ -95,15 +96,34 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     latency = _bench(bench, "latency", _bench_latency, "few requests of one length", repeats=3)
     latency.add_argument(
-        "--row", action="append", type=_row(3), metavar="NxIN/OUT",
+        "--row", action="append", type=_row("NxIN/OUT"), metavar="NxIN/OUT",
         help="requests, tokens in, tokens out; may be repeated (default: 1x128/512, 16x128/512, 64x512/256)",
     )  # fmt: skip
     prefill = _bench(bench, "prefill", _bench_prefill, "prompts that bring a single token each", repeats=5)
     prefill.add_argument(
-        "--row", action="append", type=_row(2), metavar="NxIN", help="prompts, tokens of each (default: 32x1024)"
+        "--row", action="append", type=_row("NxIN"), metavar="NxIN", help="prompts, tokens of each (default: 32x1024)"
     )
+    attention = _command(bench, "attention", _bench_attention, "attention kernels side by side, each against its floor")
+    gemm = _command(bench, "gemm", _bench_gemm, "products of few tokens: our kernels against the library's")
+    for parser_ in (attention, gemm):
+        parser_.add_argument("--output", metavar="FILE", help="write the figures, and where they come from, as JSON")
+        _add_fields(parser_, EngineConfig, only=("device",))
+    for name in ("decode", "prefill"):
+        attention.add_argument(
+            f"--{name}",
+            action="append",
+            type=_row("NxLEN"),
+            metavar="NxLEN",
+            help="requests, tokens of each; may be repeated",
+        )
+    attention.add_argument("--heads", action="append", type=_row("QxKV"), metavar="QxKV", help="query heads, KV heads")
+    attention.add_argument("--repeats", type=_integer(1), default=7, metavar="N", help="measured runs (default: 7)")
+    gemm.add_argument("--shapes", type=_shapes, metavar="NAMES", help="of these published models, separated by commas")
+    gemm.add_argument("--table-output", metavar="FILE", help="write the table that the engine chooses by")
     everything = _bench(bench, "all", _bench_all, "all rows that have a target, in one table", skip=("model",))
-    everything.add_argument("--shapes", metavar="NAMES", help="only these shapes, separated by commas")
+    everything.add_argument(
+        "--shapes", type=_shapes, default=[], metavar="NAMES", help="only these shapes, separated by commas"
+    )
 
     profile = _command(commands, "profile", _profile, "say where the time of a step goes, kernel by kernel")
     profile.add_argument("--kind", choices=["decode", "prefill"], default="decode", help="of step (default: decode)")
@@ -229,11 +249,38 @@ def _bench_prefill(args: argparse.Namespace) -> int:
     return 0
 
 
+def _bench_attention(args: argparse.Namespace) -> int:
+    from minisgl.benchmark.attention import bench_attention  # draws in torch
+
+    bench_attention(
+        device=_from_args(EngineConfig, args).device,
+        decode=args.decode,
+        prefill=args.prefill,
+        heads=args.heads,
+        repeats=args.repeats,
+        output=args.output,
+    )
+    return 0
+
+
+def _bench_gemm(args: argparse.Namespace) -> int:
+    from minisgl.benchmark.gemm import bench_gemm  # draws in torch
+    from minisgl.launch import find_device
+
+    chosen = {"shapes": args.shapes} if args.shapes else {}
+    device = find_device(_from_args(EngineConfig, args).device)
+    if device.type != "cuda":
+        raise ValueError(
+            "bench gemm needs a CUDA device: elsewhere its kernels are interpreted, and times mean nothing"
+        )
+    bench_gemm(device=device, output=args.output, table_output=args.table_output, **chosen)
+    return 0
+
+
 def _bench_all(args: argparse.Namespace) -> int:
     from minisgl.benchmark.targets import bench_all  # draws in torch
 
-    shapes = args.shapes.split(",") if args.shapes else ()
-    bench_all(_options(_from_args(EngineConfig, args)), shapes=shapes, output=args.output)
+    bench_all(_options(_from_args(EngineConfig, args)), shapes=args.shapes, output=args.output)
     return 0
 
 
@@ -308,8 +355,8 @@ def _bench(
 def _add_measured(parser: argparse.ArgumentParser, *, skip: Collection[str] = ()) -> None:
     """The options that all measurements share."""
     if "model" not in skip:
-        text = "a published model's shape with random weights instead of a model, such as qwen3-0.6b"
-        parser.add_argument("--shape", metavar="NAME", help=text)
+        text = "a published model's shape with random weights, instead of a model"
+        parser.add_argument("--shape", choices=list(SHAPES), help=text)
     parser.add_argument("--output", metavar="FILE", help="write the figures, and where they come from, as JSON")
     _add_fields(parser, EngineConfig, skip=("record", "trace", *skip))
 
@@ -362,15 +409,23 @@ def _integer(low: int, high: int | None = None) -> Callable[[str], int]:
     return parse
 
 
-def _row(count: int) -> Callable[[str], tuple[int, ...]]:
-    """A parser of that many positive integers, as in 16x128/512."""
-    wanted, pattern = ("NxIN/OUT", r"(\d+)x(\d+)/(\d+)") if count == 3 else ("NxIN", r"(\d+)x(\d+)")
+def _shapes(text: str) -> list[str]:
+    """Names of published shapes, separated by commas."""
+    names = text.split(",")
+    if not set(names) <= SHAPES.keys():
+        raise argparse.ArgumentTypeError(f"must be among {', '.join(SHAPES)}, got {text!r}")
+    return names
+
+
+def _row(form: str) -> Callable[[str], tuple[int, ...]]:
+    """A parser of positive integers written like ``form``, such as NxIN/OUT: its words stand for the numbers."""
+    pattern = re.sub("[A-Z]+", r"(\\d+)", form)
 
     def parse(text: str) -> tuple[int, ...]:
         match = re.fullmatch(pattern, text, re.ASCII)
         numbers = tuple(map(int, match.groups())) if match else ()
         if not numbers or min(numbers) < 1:
-            raise argparse.ArgumentTypeError(f"must be {wanted} with positive integers, got {text!r}")
+            raise argparse.ArgumentTypeError(f"must be {form} with positive integers, got {text!r}")
         return numbers
 
     return parse

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -483,6 +484,23 @@ def test_commands(
         assert json.loads(Path(out).read_text())["rows"], command
 
 
+def test_kernels_from_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--decode", "2x20", "--decode", "1x9", "--prefill", "2x8", "--heads", "4x2", "--repeats", "1"]
+    assert cli.main(["bench", "attention", "--device", "cpu", *options]) == 0
+    assert re.search(r"4/2 +16 +1 x 9 +torch", capsys.readouterr().out)
+    assert cli.main(["bench", "gemm", "--device", "cpu"]) == 1
+    assert "needs a CUDA device" in capsys.readouterr().err
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr("minisgl.benchmark.gemm.bench_gemm", lambda **options: asked.update(options))
+    monkeypatch.setattr("minisgl.launch.find_device", torch.device)
+    command = ["--device", "cuda:0", "--shapes", "qwen3-0.6b,qwen3-8b", "--table-output", "table.json"]
+    assert cli.main(["bench", "gemm", *command]) == 0
+    assert asked == {
+        "device": torch.device("cuda:0"), "shapes": ["qwen3-0.6b", "qwen3-8b"], "output": None,
+        "table_output": "table.json",
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
@@ -491,6 +509,9 @@ def test_commands(
         (["bench", "prefill", "--row", "2x8/3"], "NxIN"),
         (["profile", "--kind", "sleep"], "prefill"),
         (["bench", "all", "--model", "tiny"], "--model"),
+        (["bench", "all", "--shapes", "qwen3-8b,gpt-9"], "qwen3-0.6b, "),
+        (["bench", "latency", "--shape", "gpt-9"], "qwen3-0.6b"),
+        (["bench", "attention", "--heads", "4"], "QxKV"),
     ],
 )
 def test_bad_commands(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,8 +17,9 @@ import transformers
 
 from minisgl.benchmark.measure import free_memory
 from minisgl.benchmark.workload import Workload
+from minisgl.checkpoint import find_model
 from minisgl.config import EngineConfig, ModelConfig
-from minisgl.launch import find_device, find_dtype, find_model
+from minisgl.launch import find_device, find_dtype
 from minisgl.model import load_model
 from minisgl.model.weights import checkpoint_names
 from minisgl.utils import ceil_div
@@ -84,7 +85,7 @@ def _generate(model: Any, workload: Workload, rng: random.Random) -> float:
         **sampling, eos_token_id=-1, pad_token_id=0, max_new_tokens=max(workload.output_lens)
     )
     prompts = workload.draw(rng, model.config.vocab_size)
-    from transformers.generation import ContinuousBatchingConfig  # not in every version
+    from transformers.generation import ContinuousBatchingConfig  # older versions have none
 
     sizes = {}
     if model.device.type == "cpu":  # left alone it would fill the machine's memory with KV
