@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,13 @@ from torch import Tensor
 
 from minisgl.kernels import prepare
 from minisgl.utils import ceil_div
+
+try:  # loops are interpreted only where its interpreter and numpy fit together: `triton_helpers` skips elsewhere
+    from triton_helpers import check_compilation
+
+    from minisgl.kernels import triton_prepare
+except pytest.skip.Exception:
+    triton_prepare = None
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -124,6 +132,8 @@ FULL = [
 
 def implementations() -> Iterator[object]:
     yield pytest.param(prepare.prepare_step, id="torch")
+    if triton_prepare is not None:
+        yield pytest.param(triton_prepare.prepare_step, id="triton")
 
 
 @pytest.fixture(params=implementations())
@@ -160,3 +170,12 @@ def test_a_prompt_in_chunks_then_decodes(prepare_step: Callable[..., None]) -> N
         step.same_as(right)
     assert table[0].seq_lens_by_row[3] == 4 + 3 + 2 + 1 + 1
     assert table[0].page_table_by_row[3].tolist() == [9, 6, 7, 0, 0]
+
+
+@pytest.mark.skipif(DEVICE == "cuda" or triton_prepare is None, reason="there every test compiles, or none")
+def test_it_compiles_for_a_device_that_is_not_there(tmp_path: Path) -> None:
+    check_compilation(
+        "from minisgl.kernels import triton_prepare\n"
+        "check(triton_prepare._prepare_step_kernel, PAGE_SIZE=64, BLOCK_N=32, BLOCK_P=128)",
+        tmp_path,
+    )

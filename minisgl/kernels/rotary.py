@@ -58,7 +58,8 @@ def norm_rotary_store(
         ``[N, num_heads, D]``, the queries, contiguous.
     """
     num_kv_heads, dim = kv.shape[3:]
-    q, k, v = qkv.view(qkv.shape[0], -1, dim).split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    qkv = qkv.unflatten(1, (num_heads + 2 * num_kv_heads, dim))
+    q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     if q_weight is not None and k_weight is not None:
         q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
     q, k = apply_rotary(q, k, cos, sin)

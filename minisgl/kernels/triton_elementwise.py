@@ -6,12 +6,13 @@ their twins round: what is a tensor on the way there is rounded to the tensors' 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+# More tokens than this fill the device many times: bytes a second count then, not how soon a program ends.
+_MANY = 512
 
 
 @triton.jit
@@ -29,28 +30,32 @@ def _rms_norm_kernel(
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     mask = columns < SIZE
     value = tl.load(x + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    # Asked for before the sum, which all threads wait for.
+    factor = tl.load(weight + columns, mask=mask, other=0.0)
     if ADD:
         value += tl.load(residual + row * residual_stride + columns, mask=mask, other=0.0).to(tl.float32)
         value = _round(value, dtype)
         tl.store(total + row * SIZE + columns, value.to(dtype), mask=mask)
     scale = tl.rsqrt(tl.sum(value * value, axis=0) / SIZE + eps)
-    result = _round(value * scale, dtype) * tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    result = _round(value * scale, dtype) * factor.to(tl.float32)
     tl.store(out + row * SIZE + columns, result.to(dtype), mask=mask)
 
 
-def _num_warps(block: int) -> int:
-    return min(max(block // 512, 1), 16)
+def _num_warps(block: int, num_rows: int) -> int:
+    """Few rows: threads finish sooner with less each. Many: with more each, more of it is under way."""
+    each = 32 if num_rows > _MANY else 16
+    return min(max(block // (32 * each), 1), 16)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`minisgl.kernels.norm.rms_norm`: ``[..., D]`` and ``[D]`` to ``[..., D]``."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, num_warps: int | None = None) -> Tensor:
+    """`minisgl.kernels.norm.rms_norm`: ``[..., D]`` and ``[D]`` to ``[..., D]``; ``num_warps`` a row."""
     rows = x.reshape(-1, x.shape[-1])
     assert rows.stride(1) == 1 and weight.is_contiguous()
     out, block = torch.empty(x.shape, dtype=x.dtype, device=x.device), triton.next_power_of_2(x.shape[-1])
     if rows.shape[0]:
         _rms_norm_kernel[(rows.shape[0],)](
             rows, rows, weight, out, out, eps, rows.stride(0), 0,
-            SIZE=x.shape[-1], BLOCK=block, ADD=False, num_warps=_num_warps(block),
+            SIZE=x.shape[-1], BLOCK=block, ADD=False, num_warps=num_warps or _num_warps(block, rows.shape[0]),
         )  # fmt: skip
     return out
 
@@ -63,67 +68,90 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     if x.shape[0]:
         _rms_norm_kernel[(x.shape[0],)](
             x, residual, weight, out, total, eps, x.stride(0), residual.stride(0),
-            SIZE=x.shape[1], BLOCK=block, ADD=True, num_warps=_num_warps(block),
+            SIZE=x.shape[1], BLOCK=block, ADD=True, num_warps=_num_warps(block, x.shape[0]),
         )  # fmt: skip
     return out, total
 
 
 @triton.jit
 def _norm_rotate(
-    source, target, weight, cos, sin, eps,
+    source, target, weight, cos, sin, heads, mask, eps,
     HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr, NORM: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
-    """One head of one token: its norm, then its first ``PAIRS`` pairs turned; what is behind them passes through."""
+    """Some heads of one token: norms, then the first ``PAIRS`` pairs turned; what is behind them passes through.
+
+    What the heads share is loaded for each of them, from the L1 cache: loaded once, it would have to go through shared
+    memory to the threads that want it."""
     dtype: tl.constexpr = target.dtype.element_ty
-    pairs, rest = tl.arange(0, BLOCK_F), 2 * PAIRS + tl.arange(0, BLOCK_REST)
-    turns, passes = pairs < PAIRS, rest < HEAD_DIM
-    first = tl.load(source + pairs, mask=turns, other=0.0).to(tl.float32)
-    second = tl.load(source + PAIRS + pairs, mask=turns, other=0.0).to(tl.float32)
-    third = tl.load(source + rest, mask=passes, other=0.0).to(tl.float32)
-    if NORM:
-        squares = tl.sum(first * first + second * second, axis=0) + tl.sum(third * third, axis=0)
-        scale = tl.rsqrt(squares / HEAD_DIM + eps)
-        first = _round(first * scale, dtype) * tl.load(weight + pairs, mask=turns, other=0.0).to(tl.float32)
-        second = _round(second * scale, dtype) * tl.load(weight + PAIRS + pairs, mask=turns, other=0.0).to(tl.float32)
-        third = _round(third * scale, dtype) * tl.load(weight + rest, mask=passes, other=0.0).to(tl.float32)
-        first, second = _round(first, dtype), _round(second, dtype)
+    SOME: tl.constexpr = HEAD_DIM > 2 * PAIRS
+    places, mask = (heads * HEAD_DIM)[:, None], mask[:, None]
+    pairs = tl.broadcast_to(tl.arange(0, BLOCK_F)[None, :], (heads.shape[0], BLOCK_F))
+    rest = tl.broadcast_to(2 * PAIRS + tl.arange(0, BLOCK_REST)[None, :], (heads.shape[0], BLOCK_REST))
+    turns, passes = mask & (pairs < PAIRS), mask & (rest < HEAD_DIM)
+    first = tl.load(source + places + pairs, mask=turns, other=0.0).to(tl.float32)
+    second = tl.load(source + places + PAIRS + pairs, mask=turns, other=0.0).to(tl.float32)
     c = tl.load(cos + pairs, mask=turns, other=0.0).to(tl.float32)
     s = tl.load(sin + pairs, mask=turns, other=0.0).to(tl.float32)
+    if SOME:
+        third = tl.load(source + places + rest, mask=passes, other=0.0).to(tl.float32)
+    if NORM:
+        first_weight = tl.load(weight + pairs, mask=turns, other=0.0).to(tl.float32)
+        second_weight = tl.load(weight + PAIRS + pairs, mask=turns, other=0.0).to(tl.float32)
+        squares = tl.sum(first * first + second * second, axis=1)
+        if SOME:
+            squares += tl.sum(third * third, axis=1)
+        scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+        first = _round(_round(first * scale, dtype) * first_weight, dtype)
+        second = _round(_round(second * scale, dtype) * second_weight, dtype)
+        if SOME:
+            third = _round(third * scale, dtype) * tl.load(weight + rest, mask=passes, other=0.0).to(tl.float32)
     turned_first = _round(first * c, dtype) - _round(second * s, dtype)
     turned_second = _round(second * c, dtype) + _round(first * s, dtype)
-    tl.store(target + pairs, turned_first.to(dtype), mask=turns)
-    tl.store(target + PAIRS + pairs, turned_second.to(dtype), mask=turns)
-    tl.store(target + rest, third.to(dtype), mask=passes)
+    tl.store(target + places + pairs, turned_first.to(dtype), mask=turns)
+    tl.store(target + places + PAIRS + pairs, turned_second.to(dtype), mask=turns)
+    if SOME:
+        tl.store(target + places + rest, third.to(dtype), mask=passes)
 
 
 @triton.jit
 def _norm_rotary_store_kernel(
-    q, k, v, q_weight, k_weight, cos, sin, q_out, kv, slot_mapping, eps,
-    q_stride, k_stride, v_stride, cos_stride, sin_stride, v_offset,
+    qkv, q_weight, k_weight, cos, sin, q_out, kv, slot_mapping, eps, qkv_stride, cos_stride, sin_stride, v_offset,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr,
-    NORM: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_D: tl.constexpr,
+    NORM: tl.constexpr, HEADS: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """A program for each token and head: first the query heads, then those of K, then those of V."""
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    cos_row, sin_row = cos + token * cos_stride, sin + token * sin_stride
-    slot = tl.load(slot_mapping + token)
-    if head < NUM_HEADS:
-        source, target = q + token * q_stride + head * HEAD_DIM, q_out + (token * NUM_HEADS + head) * HEAD_DIM
-        _norm_rotate(source, target, q_weight, cos_row, sin_row, eps, HEAD_DIM, PAIRS, NORM, BLOCK_F, BLOCK_REST)
-    elif head < NUM_HEADS + NUM_KV_HEADS:
-        kv_head = head - NUM_HEADS
-        source, target = k + token * k_stride + kv_head * HEAD_DIM, kv + (slot * NUM_KV_HEADS + kv_head) * HEAD_DIM
-        _norm_rotate(source, target, k_weight, cos_row, sin_row, eps, HEAD_DIM, PAIRS, NORM, BLOCK_F, BLOCK_REST)
+    """A program for each token and ``HEADS`` heads of Q, of K or of V: never of two of them."""
+    Q_TILES: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
+    KV_TILES: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
+    TILES: tl.constexpr = Q_TILES + 2 * KV_TILES
+    token, tile = (tl.program_id(0) // TILES).to(tl.int64), tl.program_id(0) % TILES
+    qkv += token * qkv_stride
+    cos += token * cos_stride
+    sin += token * sin_stride
+    heads = tl.arange(0, HEADS)
+    if tile < Q_TILES:
+        heads += tile * HEADS
+        target = q_out + token * NUM_HEADS * HEAD_DIM
+        _norm_rotate(
+            qkv, target, q_weight, cos, sin, heads, heads < NUM_HEADS, eps, HEAD_DIM, PAIRS, NORM, BLOCK_F, BLOCK_REST
+        )
     else:
-        kv_head, dims = head - NUM_HEADS - NUM_KV_HEADS, tl.arange(0, BLOCK_D)
-        value = tl.load(v + token * v_stride + kv_head * HEAD_DIM + dims, mask=dims < HEAD_DIM)
-        tl.store(kv + v_offset + (slot * NUM_KV_HEADS + kv_head) * HEAD_DIM + dims, value, mask=dims < HEAD_DIM)
+        kv += tl.load(slot_mapping + token) * NUM_KV_HEADS * HEAD_DIM
+        if tile < Q_TILES + KV_TILES:
+            heads += (tile - Q_TILES) * HEADS
+            k = qkv + NUM_HEADS * HEAD_DIM
+            _norm_rotate(
+                k, kv, k_weight, cos, sin, heads, heads < NUM_KV_HEADS, eps, HEAD_DIM, PAIRS, NORM, BLOCK_F, BLOCK_REST
+            )
+        else:
+            heads += (tile - Q_TILES - KV_TILES) * HEADS
+            dims = tl.arange(0, BLOCK_D)[None, :]
+            places, mask = (heads * HEAD_DIM)[:, None] + dims, (heads < NUM_KV_HEADS)[:, None] & (dims < HEAD_DIM)
+            value = tl.load(qkv + (NUM_HEADS + NUM_KV_HEADS) * HEAD_DIM + places, mask=mask)
+            tl.store(kv + v_offset + places, value, mask=mask)
 
 
 def norm_rotary_store(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    qkv: Tensor,
     q_weight: Tensor | None,
     k_weight: Tensor | None,
     eps: float,
@@ -131,36 +159,41 @@ def norm_rotary_store(
     sin: Tensor,
     kv: Tensor,
     slot_mapping: Tensor,
+    *,
+    num_heads: int,
+    tile: int | None = None,
+    num_warps: int = 1,
 ) -> Tensor:
-    """All between the projection and attention, in one launch. Its twin is the composition::
-
-        q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)  # where there are weights
-        q, k = apply_rotary(q, k, cos, sin)
-        store_kv(k, v, kv, slot_mapping)
-        return q
+    """`minisgl.kernels.rotary.norm_rotary_store` in one launch.
 
     Args:
-        q: ``[N, num_heads, D]``, may be a view of the merged projection, as may ``k`` and ``v``.
-        k, v: ``[N, num_kv_heads, D]``.
+        qkv: ``[N, (num_heads + 2 * num_kv_heads) * D]``, rows contiguous.
         q_weight, k_weight: ``[D]``; both or neither.
-        cos, sin: ``[N, F]`` in the dtype of ``q``.
-        kv: ``[2, num_pages, page_size, num_kv_heads, D]``, dtype of ``q``, contiguous; written in place.
-        slot_mapping: ``[N]`` int64. Where a slot is named twice (padding: page 0) any of the tokens may win.
+        eps: of the norms.
+        cos, sin: ``[N, F]``.
+        kv: ``[2, num_pages, page_size, num_kv_heads, D]``, contiguous; written in place.
+        slot_mapping: ``[N]`` int64.
+        num_heads: of Q.
+        tile: numbers that a program takes, a power of 2: some heads.
+        num_warps: of a program.
 
     Returns:
         ``[N, num_heads, D]``, contiguous.
     """
-    (num_tokens, num_heads, dim), num_kv_heads, pairs = q.shape, k.shape[1], cos.shape[1]
-    assert all(x.stride()[1:] == (dim, 1) for x in (q, k, v)) and kv.is_contiguous()
+    (num_kv_heads, dim), num_tokens, pairs = kv.shape[3:], qkv.shape[0], cos.shape[1]
+    assert qkv.shape[1] == (num_heads + 2 * num_kv_heads) * dim and qkv.stride(1) == 1 and kv.is_contiguous()
     assert (q_weight is None) == (k_weight is None) and cos.stride(1) == sin.stride(1) == 1
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty((num_tokens, num_heads, dim), dtype=qkv.dtype, device=qkv.device)
     if num_tokens:
-        _norm_rotary_store_kernel[num_tokens, num_heads + 2 * num_kv_heads](
-            q, k, v, q if q_weight is None else q_weight, k if k_weight is None else k_weight, cos, sin, out, kv,
-            slot_mapping, eps, q.stride(0), k.stride(0), v.stride(0), cos.stride(0), sin.stride(0), kv.stride(0),
+        block_d, tile = triton.next_power_of_2(dim), tile or (1024 if num_tokens > _MANY else 512)
+        heads = max(min(tile // block_d, triton.next_power_of_2(num_heads)), 1)
+        tiles = triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads)
+        _norm_rotary_store_kernel[(num_tokens * tiles,)](
+            qkv, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight, cos, sin, out, kv,
+            slot_mapping, eps, qkv.stride(0), cos.stride(0), sin.stride(0), kv.stride(0),
             NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=dim, PAIRS=pairs, NORM=q_weight is not None,
-            BLOCK_F=triton.next_power_of_2(pairs), BLOCK_REST=triton.next_power_of_2(max(dim - 2 * pairs, 1)),
-            BLOCK_D=triton.next_power_of_2(dim), num_warps=1,
+            HEADS=heads, BLOCK_F=triton.next_power_of_2(pairs),
+            BLOCK_REST=triton.next_power_of_2(max(dim - 2 * pairs, 1)), BLOCK_D=block_d, num_warps=num_warps,
         )  # fmt: skip
     return out
 
@@ -176,62 +209,55 @@ def _silu_and_mul_kernel(x, out, size, x_stride, BLOCK: tl.constexpr):
     tl.store(out + row * size + columns, result.to(dtype), mask=mask)
 
 
-def silu_and_mul(x: Tensor, *, block: int = 1024) -> Tensor:
-    """`minisgl.kernels.activation.silu_and_mul`: ``[N, 2 * F]``, gate first, to ``[N, F]``."""
+def silu_and_mul(x: Tensor, *, block: int = 1024, num_warps: int = 4) -> Tensor:
+    """`minisgl.kernels.activation.silu_and_mul`: ``[N, 2 * F]``, gate first, to ``[N, F]``. A program takes ``block``
+    results, a power of 2."""
     num_rows, size = x.shape[0], x.shape[1] // 2
     assert x.stride(1) == 1 and x.shape[1] == 2 * size
     out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
     if num_rows:
-        _silu_and_mul_kernel[num_rows, triton.cdiv(size, block)](x, out, size, x.stride(0), BLOCK=block)
+        _silu_and_mul_kernel[num_rows, triton.cdiv(size, block)](
+            x, out, size, x.stride(0), BLOCK=block, num_warps=num_warps
+        )
     return out
 
 
 # A page is copied as the widest integers that it is a multiple of: bits are all that counts.
-_WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_copies"])
 def _copy_pages_kernel(
-    addresses, page_copies, num_copies, num_pages, page_words,
-    WORD: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_W: tl.constexpr,
+    words, page_copies, num_copies, num_pages, page_words, BLOCK_C: tl.constexpr, BLOCK_W: tl.constexpr
 ):  # fmt: skip
-    """A program for each layer, K or V, and stretch of a page; it makes *all* copies of that stretch. So that no
+    """A program for K or V of a layer, and a stretch of a page; it makes *all* copies of that stretch. So that no
     program writes what another one reads, and reading all before writing any takes only a barrier."""
-    layer, part, stretch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
-    base = tl.load(addresses + layer).to(tl.pointer_type(WORD)) + part * num_pages * page_words
-    copies, words = tl.arange(0, BLOCK_C), stretch * BLOCK_W + tl.arange(0, BLOCK_W)
-    mask = (copies < num_copies)[:, None] & (words < page_words)[None, :]
+    words += tl.program_id(0).to(tl.int64) * num_pages * page_words
+    copies, stretch = tl.arange(0, BLOCK_C), tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
+    mask = (copies < num_copies)[:, None] & (stretch < page_words)[None, :]
     sources = tl.load(page_copies + 2 * copies, mask=copies < num_copies, other=0).to(tl.int64)
     destinations = tl.load(page_copies + 2 * copies + 1, mask=copies < num_copies, other=0).to(tl.int64)
-    values = tl.load(base + (sources * page_words)[:, None] + words[None, :], mask=mask)
+    values = tl.load(words + (sources * page_words)[:, None] + stretch[None, :], mask=mask)
     tl.debug_barrier()
-    tl.store(base + (destinations * page_words)[:, None] + words[None, :], values, mask=mask)
+    tl.store(words + (destinations * page_words)[:, None] + stretch[None, :], values, mask=mask)
 
 
-def layer_addresses(kv_layers: Iterable[Tensor]) -> Tensor:
-    """``[L]`` int64 on their device: where each layer begins. Good as long as the layers live."""
-    layers = list(kv_layers)
-    return torch.tensor([layer.data_ptr() for layer in layers], dtype=torch.int64).to(layers[0].device)
-
-
-def copy_pages(kv_layers: Iterable[Tensor], page_copies: Tensor, *, addresses: Tensor | None = None) -> None:
+def copy_pages(kv: Tensor, page_copies: Tensor) -> None:
     """`minisgl.kernels.kv.copy_pages`, one launch for all layers.
 
     Args:
-        kv_layers: each ``[2, num_pages, page_size, num_kv_heads, head_dim]``, contiguous, alike; written in place.
+        kv: ``[num_layers, 2, num_pages, page_size, num_kv_heads, head_dim]``, contiguous; written in place.
         page_copies: ``[C, 2]`` int32 or int64, source and destination; the destinations differ.
-        addresses: `layer_addresses` of the layers. Who copies often makes it once: making it waits for the device.
     """
-    layers, num_copies = list(kv_layers), page_copies.shape[0]
-    if not num_copies or not layers:
+    num_copies, num_pages = page_copies.shape[0], kv.shape[2]
+    assert kv.is_contiguous() and page_copies.is_contiguous()
+    if not num_copies:
         return
-    shape, itemsize = layers[0].shape, layers[0].element_size()
-    assert all(layer.shape == shape and layer.is_contiguous() for layer in layers) and page_copies.is_contiguous()
-    page_bytes = layers[0][0, 0].numel() * itemsize
-    word_bytes = next(n for n in _WORDS if page_bytes % n == 0)
-    page_words, block_c = page_bytes // word_bytes, triton.next_power_of_2(num_copies)
-    block_w = min(max(4096 // block_c, 8), triton.next_power_of_2(page_words))
-    _copy_pages_kernel[len(layers), 2, triton.cdiv(page_words, block_w)](
-        layer_addresses(layers) if addresses is None else addresses, page_copies, num_copies, shape[1], page_words,
-        WORD=_WORDS[word_bytes], BLOCK_C=block_c, BLOCK_W=block_w, num_warps=8,
-    )  # fmt: skip
+    pages = kv.view(-1, num_pages, kv.shape[3:].numel())
+    page_bytes = pages.shape[2] * kv.element_size()
+    words = pages.view(next(word for num_bytes, word in _WORDS.items() if page_bytes % num_bytes == 0))
+    block_c = max(triton.next_power_of_2(num_copies), 16)
+    block_w = min(max(4096 // block_c, 8), triton.next_power_of_2(words.shape[2]))
+    _copy_pages_kernel[words.shape[0], triton.cdiv(words.shape[2], block_w)](
+        words, page_copies, num_copies, num_pages, words.shape[2], BLOCK_C=block_c, BLOCK_W=block_w, num_warps=8
+    )

@@ -1,6 +1,6 @@
 """From logits to a token in one pass over them, in Triton.
 
-Chapter 5 tells this module's story. Twins: `most_likely`, and `gumbel_argmax` of `apply_temperature`, in
+Chapter 5 tells this module's story. Twins: `most_likely`, `gumbel_argmax` of `apply_temperature`, and `sample_rows`, in
 `minisgl.kernels.sampling`; `philox` in `minisgl.kernels.philox`, which documents the mapping to `tl.philox`. Owns
 nothing.
 
@@ -43,16 +43,22 @@ def _minus_log1p_minus(u):
 
 @triton.jit
 def _candidates_kernel(
-    logits, temperature, seeds, positions, keys, peaks, token_ids, stride, vocab_size,
-    NOISE: tl.constexpr, TILE: tl.constexpr,
+    logits, rows, temperature, seeds, positions, keys, peaks, token_ids, stride, vocab_size,
+    ROWS: tl.constexpr, NOISE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """A program for each row and tile of the vocabulary: the best of the tile, and what its key is relative to."""
-    row, tile = tl.program_id(0), tl.program_id(1)
+    """A program for each sample and tile of the vocabulary: the best of the tile, and what its key is relative to.
+    With ``ROWS``, what is known of a sample lies at its row of the tables; -1 is padding."""
+    sample, tile = tl.program_id(0), tl.program_id(1)
+    row = sample
+    if ROWS:
+        row = tl.load(rows + sample)
+        if row < 0:
+            return
     ids = tile * TILE + tl.arange(0, TILE)
     values = tl.load(
-        logits + row.to(tl.int64) * stride + ids, mask=ids < vocab_size, other=float("-inf")
+        logits + sample.to(tl.int64) * stride + ids, mask=ids < vocab_size, other=float("-inf")
     ).to(tl.float32)  # fmt: skip
-    place = row * tl.num_programs(1) + tile
+    place = sample * tl.num_programs(1) + tile
     if NOISE:
         heat = tl.load(temperature + row)
         peak = tl.max(values, axis=0)
@@ -69,46 +75,138 @@ def _candidates_kernel(
 
 
 @triton.jit
+def _choose(keys, peaks, token_ids, heat, sample, num_tiles, NOISE: tl.constexpr, BLOCK: tl.constexpr):
+    """The best of a sample's candidates, the lowest id among equals: its key, NaN if the row is broken, and its id."""
+    tiles = tl.arange(0, BLOCK)
+    mask = tiles < num_tiles
+    values = tl.load(keys + sample * num_tiles + tiles, mask=mask, other=float("-inf"))
+    ids = tl.load(token_ids + sample * num_tiles + tiles, mask=mask, other=2**31 - 1)
+    if NOISE:
+        peak = tl.load(peaks + sample * num_tiles + tiles, mask=mask, other=float("-inf"))
+        below = tl.where(peak == float("-inf"), 0.0, peak - tl.max(peak, axis=0))
+        values += below / tl.where(heat > 0, heat, 1.0)
+    broken = tl.sum((values != values).to(tl.int32), axis=0) > 0
+    best = tl.max(values, axis=0)
+    # A broken row has to have some id, within the vocabulary.
+    token_id = tl.min(tl.where((values == best) | broken, ids, 2**31 - 1), axis=0)
+    return tl.where(broken, float("nan"), best), token_id
+
+
+@triton.jit
 def _choose_kernel(
     keys, peaks, token_ids, temperature, best_keys, best_ids, num_tiles,
     NOISE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program for each row: the best of its candidates, the lowest id among equals."""
-    row, tiles = tl.program_id(0), tl.arange(0, BLOCK)
-    mask = tiles < num_tiles
-    values = tl.load(keys + row * num_tiles + tiles, mask=mask, other=float("-inf"))
-    if NOISE:
-        heat = tl.load(temperature + row)
-        peak = tl.load(peaks + row * num_tiles + tiles, mask=mask, other=float("-inf"))
-        below = tl.where(peak == float("-inf"), 0.0, peak - tl.max(peak, axis=0))
-        values += below / tl.where(heat > 0, heat, 1.0)
-    broken = tl.sum((values != values).to(tl.int32), axis=0) > 0
-    best, at = tl.max(values, axis=0, return_indices=True, return_indices_tie_break_left=True)
-    tl.store(best_keys + row, tl.where(broken, float("nan"), best).to(best_keys.dtype.element_ty))
-    tl.store(best_ids + row, tl.load(token_ids + row * num_tiles + tl.where(broken, 0, at)).to(tl.int64))
+    """A program for each sample."""
+    sample = tl.program_id(0)
+    heat = tl.load(temperature + sample) if NOISE else 0.0
+    best, token_id = _choose(keys, peaks, token_ids, heat, sample, num_tiles, NOISE, BLOCK)
+    tl.store(best_keys + sample, best.to(best_keys.dtype.element_ty))
+    tl.store(best_ids + sample, token_id.to(tl.int64))
 
 
-def _choose(
+@triton.jit
+def _choose_rows_kernel(
+    keys, peaks, token_ids, rows, temperature, positions, last_tokens, out, num_tiles,
+    NOISE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program for each sample; tables by row learn of the token."""
+    sample = tl.program_id(0)
+    row = tl.load(rows + sample)
+    token_id, sound = 0, 0
+    if row >= 0:
+        heat = tl.load(temperature + row) if NOISE else 0.0
+        position = tl.load(positions + row)
+        best, best_id = _choose(keys, peaks, token_ids, heat, sample, num_tiles, NOISE, BLOCK)
+        sound = (tl.abs(best) < float("inf")).to(tl.int32)
+        token_id = best_id * sound
+        tl.store(last_tokens + row, token_id.to(tl.int64))
+        tl.store(positions + row, position + 1)  # a program is one warp: all of it has read
+    tl.store(out + sample, token_id)
+    tl.store(out + tl.num_programs(0) + sample, sound)
+
+
+class _Candidates:
+    """What the programs of a step leave for those that choose among it."""
+
+    def __init__(self, num_samples: int, vocab_size: int, tile: int, device: torch.device) -> None:
+        self.num_tiles = triton.cdiv(vocab_size, tile)
+        self.keys, self.peaks = torch.empty((2, num_samples, self.num_tiles), dtype=torch.float32, device=device)
+        self.token_ids = torch.empty((num_samples, self.num_tiles), dtype=torch.int32, device=device)
+        self.columns = self.keys, self.peaks, self.token_ids
+        self.block = triton.next_power_of_2(self.num_tiles)
+
+
+def _best(
     logits: Tensor, noise: tuple[Tensor, Tensor, Tensor] | None, dtype: torch.dtype, tile: int
 ) -> tuple[Tensor, Tensor]:
     (num_rows, vocab_size), device = logits.shape, logits.device
     assert logits.stride(1) == 1
-    num_tiles = triton.cdiv(vocab_size, tile)
-    keys, peaks = torch.empty((2, num_rows, num_tiles), dtype=torch.float32, device=device)
-    token_ids = torch.empty((num_rows, num_tiles), dtype=torch.int32, device=device)
+    found = _Candidates(num_rows, vocab_size, tile, device)
     best_keys = torch.empty(num_rows, dtype=dtype, device=device)
     best_ids = torch.empty(num_rows, dtype=torch.int64, device=device)
-    temperature, seeds, positions = noise or (keys, token_ids, token_ids)  # not looked at without noise
+    temperature, seeds, positions = noise or (found.keys, best_ids, best_ids)  # not looked at without noise
     if num_rows:
-        _candidates_kernel[num_rows, num_tiles](
-            logits, temperature, seeds, positions, keys, peaks, token_ids, logits.stride(0), vocab_size,
-            NOISE=noise is not None, TILE=tile, num_warps=8,
+        _candidates_kernel[num_rows, found.num_tiles](
+            logits, found.token_ids, temperature, seeds, positions, *found.columns, logits.stride(0), vocab_size,
+            ROWS=False, NOISE=noise is not None, TILE=tile, num_warps=8,
         )  # fmt: skip
         _choose_kernel[(num_rows,)](
-            keys, peaks, token_ids, temperature, best_keys, best_ids, num_tiles,
-            NOISE=noise is not None, BLOCK=triton.next_power_of_2(num_tiles), num_warps=1,
+            *found.columns, temperature, best_keys, best_ids, found.num_tiles,
+            NOISE=noise is not None, BLOCK=found.block, num_warps=1,
         )  # fmt: skip
     return best_keys, best_ids
+
+
+def sample_rows(
+    logits: Tensor,
+    rows: Tensor,
+    temperature_by_row: Tensor,
+    seeds_by_row: Tensor,
+    positions_by_row: Tensor,
+    last_tokens_by_row: Tensor,
+    vocab_size: int,
+    out: Tensor | None = None,
+    *,
+    all_greedy: bool = False,
+    tile: int = _TILE,
+) -> Tensor:
+    """`minisgl.kernels.sampling.sample_rows` in two launches.
+
+    A row's token is that of the twin unless two keys are equal up to rounding; a row of temperature 0 costs no noise,
+    whether or not others have some.
+
+    Args:
+        logits: ``[S, at least V]`` of any float dtype; rows may be further apart.
+        rows: ``[S]`` int32, all different but for -1: padding, which changes no row.
+        temperature_by_row: ``[max_running]`` float32, 0 or more.
+        seeds_by_row: ``[max_running]`` int64.
+        positions_by_row: ``[max_running]`` int64, below 2**32; counted up.
+        last_tokens_by_row: ``[max_running]`` int64; takes the new token.
+        vocab_size: V.
+        out: ``[2, S]`` int32, contiguous, where to write the result; made if None.
+        all_greedy: the temperatures are 0: they are not even looked at.
+        tile: tokens that a program looks at, a power of 2. Keys are rounded in another way with another one, so it
+            must not depend on how many rows there are.
+
+    Returns:
+        ``[2, S]`` int32: the tokens, 0 of a row that is not sound; and 1 where a row is sound. Padding gets 0 and 0.
+    """
+    num_samples = rows.shape[0]
+    assert logits.stride(1) == 1 and rows.is_contiguous() and logits.shape[1] >= vocab_size
+    out = torch.empty((2, num_samples), dtype=torch.int32, device=logits.device) if out is None else out
+    assert out.is_contiguous() and out.shape == (2, num_samples)
+    if num_samples:
+        found = _Candidates(num_samples, vocab_size, tile, logits.device)
+        _candidates_kernel[num_samples, found.num_tiles](
+            logits, rows, temperature_by_row, seeds_by_row, positions_by_row, *found.columns, logits.stride(0),
+            vocab_size, ROWS=True, NOISE=not all_greedy, TILE=tile, num_warps=8,
+        )  # fmt: skip
+        _choose_rows_kernel[(num_samples,)](
+            *found.columns, rows, temperature_by_row, positions_by_row, last_tokens_by_row, out, found.num_tiles,
+            NOISE=not all_greedy, BLOCK=found.block, num_warps=1,
+        )  # fmt: skip
+    return out
 
 
 def most_likely(logits: Tensor, *, tile: int = _TILE) -> tuple[Tensor, Tensor]:
@@ -121,7 +219,7 @@ def most_likely(logits: Tensor, *, tile: int = _TILE) -> tuple[Tensor, Tensor]:
     Returns:
         ``[S]`` of the dtype of ``logits``, NaN if the row holds a NaN (the id then says nothing); ``[S]`` int64.
     """
-    return _choose(logits, None, logits.dtype, tile)
+    return _best(logits, None, logits.dtype, tile)
 
 
 def gumbel_argmax(
@@ -143,7 +241,7 @@ def gumbel_argmax(
         ``[S]`` float32, (logit - the row's greatest) / temperature plus noise, not finite if the row is broken (NaN,
         plus infinity, nothing but minus infinity; the id then says nothing); and ``[S]`` int64, the token.
     """
-    return _choose(logits, (temperature, seeds, positions), torch.float32, tile)
+    return _best(logits, (temperature, seeds, positions), torch.float32, tile)
 
 
 @triton.jit
