@@ -18,6 +18,7 @@ from minisgl.checkpoint import TINY as TINY
 from minisgl.checkpoint import find_model
 from minisgl.config import EngineConfig, ModelConfig, SchedulerConfig
 from minisgl.engine.attention import AttentionShape, load_attention
+from minisgl.engine.attention.choice import usable_dtype
 from minisgl.engine.core import EngineCore
 from minisgl.engine.graphs import GraphCapture
 from minisgl.engine.kv_storage import KVStorage
@@ -139,6 +140,11 @@ def find_dtype(config: EngineConfig, model_config: ModelConfig, device: torch.de
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}.get(name)
     if dtype is None:
         raise ValueError(f"the checkpoint's dtype {name!r} is not supported; choose dtype float32, bfloat16 or float16")
+    if config.dtype == "auto" and device.type == "cuda":
+        usable = usable_dtype(torch.cuda.get_device_capability(device), dtype)
+        if usable != dtype:  # E08
+            logger.warning("this device has no bfloat16: float16 is used")
+        return usable
     return dtype
 
 

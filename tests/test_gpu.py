@@ -67,8 +67,9 @@ def test_float32_greedy_equals_cpu(prompts, reference, overlap, page_size, chunk
 @pytest.mark.parametrize("max_graph", [0, None])
 def test_our_kernels_and_graphs_in_float32(prompts, reference, overlap, page_size, max_graph):
     """E02. Fused kernels, Triton attention, graphs: the same tokens."""
-    with LLM("tiny", device="cuda", dtype="float32", attention="triton", overlap=overlap, page_size=page_size,
-             cuda_graph_max_bs=max_graph, max_running=16, strict=True, num_pages=4096 // page_size + 1) as llm:  # fmt: skip
+    with LLM("tiny", device="cuda", dtype="float32", attention="triton", overlap=overlap, strict=True,
+             page_size=page_size, num_pages=4096 // page_size + 1, cuda_graph_max_bs=max_graph, max_running=16,
+             ) as llm:  # fmt: skip
         graphs = llm.engine.runner.graphs
         assert bool(graphs.decodes) == bool(graphs.tokens) == (max_graph is None)
         for _ in range(2):

@@ -5,8 +5,6 @@ Chapter 5 tells this module's story.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 from torch import Tensor
@@ -32,15 +30,10 @@ def load_triton_kernels(device: torch.device) -> Kernels:
         copy_pages=copy_pages,
         prepare_step=prepare_step,
         gumbel_argmax=_gumbel_argmax,
-        sample_rows=_sample_rows,
+        sample_rows=sample_rows,
     )
 
 
 def _gumbel_argmax(logits: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """The plain version's arguments: the temperature has been applied."""
     return gumbel_argmax(logits, torch.ones(logits.shape[0], device=logits.device), seeds, positions)
-
-
-def _sample_rows(*args: Any, all_greedy: bool = False) -> Tensor:
-    """The kernel looks at each row's temperature, and makes no noise for greedy ones anyhow."""
-    return sample_rows(*args)
