@@ -26,7 +26,7 @@ from minisgl.benchmark.report import table, write_report
 from minisgl.benchmark.timing import time_calls
 from minisgl.engine.attention.torch_backend import attend
 from minisgl.engine.attention.triton_backend import PROGRAMS_EACH
-from minisgl.kernels.triton_attention import choose_heads, decode_attention, lay_out, prefill_attention
+from minisgl.kernels.triton_attention import choose_heads, decode_attention, lay_out, prefill_attention, registers_of
 
 NAN = float("nan")
 PAGE_SIZE, HEAD_DIM, SCALE = 64, 128, 128**-0.5
@@ -130,6 +130,7 @@ class Case:
             self.q, kv, out, self.page_table, self.seq_lens, self.line, self.counters, scale=SCALE,
             num_programs=variant.each * self.num_multiprocessors, heads=variant.heads, block_rows=variant.block_rows,
             num_warps=variant.num_warps, num_stages=variant.num_stages,
+            max_registers=registers_of(variant.each, variant.num_warps),
         )  # fmt: skip
 
     def error(self, variant: Variant) -> float:
@@ -162,10 +163,8 @@ def _attempt(name: object, work: Callable[[], Any]) -> Any:
 
 def tune_shape(case: Case, candidates: Sequence[Variant], ceilings: Ceilings) -> list[dict[str, Any]]:
     """A row for each variant that is right, best first."""
-    # Compile first, several at a time: programs on a multiprocessor make no difference to the code.
-    kernels = {(v.heads, v.block_rows, v.num_warps, v.num_stages): v for v in candidates}
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda v: _attempt(v, functools.partial(case.run, v, case.poisoned, case.out)), kernels.values()))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # compile first, several at a time
+        list(pool.map(lambda v: _attempt(v, functools.partial(case.run, v, case.poisoned, case.out)), candidates))
     floor_s = case.kv_bytes / ceilings.read_bytes_per_s
     rows = []
     for v in candidates:
@@ -203,15 +202,17 @@ def tune_prefill(device: torch.device, ceilings: Ceilings) -> list[dict[str, Any
     starts = torch.arange(num_requests + 1, dtype=torch.int32, device=device) * length
     k, v = (x[page_table[0].long()].flatten(0, 1) for x in kv)
     exact = attend(q[:length].float(), k.float(), v.float(), scale=SCALE)
-    tiles = [(128, 64, 8, 3), (128, 64, 4, 3), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 3), (128, 64, 8, 4)]
+    tiles = [(128, 64, 8, 3, 1), (128, 64, 8, 4, 1), (128, 64, 8, 2, 2), (128, 128, 8, 2, 1), (128, 128, 8, 3, 1)]
+    tiles += [(128, 64, 4, 2, 2), (64, 64, 4, 2, 2), (64, 64, 4, 2, 3)]
     rows = []
-    for block_m, block_k, num_warps, num_stages in tiles:
+    for block_m, block_k, num_warps, num_stages, each in tiles:
         out = torch.full_like(q, NAN)
         run = functools.partial(
             prefill_attention, q, kv, out, page_table, starts, seq_lens, scale=SCALE,
             block_m=block_m, block_k=block_k, num_warps=num_warps, num_stages=num_stages,
+            max_registers=registers_of(each, num_warps),
         )  # fmt: skip
-        name = f"{block_m} x {block_k}, {num_warps} w, {num_stages} st"
+        name = f"{block_m} x {block_k}, {num_warps} w, {num_stages} st, x{each}"
 
         def measure(run: Callable[[], None] = run, out: Tensor = out) -> tuple[float, float]:
             run()

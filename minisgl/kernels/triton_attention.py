@@ -69,16 +69,18 @@ def _load_kv(
 
 
 @triton.jit
-def _absorb(q, k, v, sees, scale, peak, acc, WIDEN: tl.constexpr):
+def _absorb(q, k, v, sees, scale, peak, acc, MASKED: tl.constexpr, WIDEN: tl.constexpr):
     """One block of K and V into the running softmax: ``peak`` the greatest score so far, ``acc`` the sum of V weighted
-    with ``2 ** (score - peak)``. Every query must see a token of its first block.
+    with ``2 ** (score - peak)``. Without ``MASKED`` all queries see all; else every query must see a token of its first
+    block.
 
     Returns ``peak`` and ``acc``, the block's weights, and ``shrink``: what was summed under the old peak is worth this
     much under the new one. The caller sums the weights."""
     if WIDEN:
         q, k, v = q.to(tl.float32), k.to(tl.float32), v.to(tl.float32)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    scores = tl.where(sees, scores, float("-inf"))
+    if MASKED:
+        scores = tl.where(sees, scores, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(scores, axis=1))
     weights = tl.exp2(scores - new_peak[:, None])
     shrink = tl.exp2(peak - new_peak)
@@ -122,16 +124,23 @@ def _prefill_kernel(
         end = tl.minimum(length, length - num_new + first + BLOCK_Q)  # behind the block's last query nothing is seen
         page_row = page_table + request.to(tl.int64) * table_stride
         places = tl.arange(0, BLOCK_K)
-        pages = _find_pages(page_row, 0, places, end, PAGE_SIZE, BLOCK_K)
-        for start in range(0, end, BLOCK_K):
-            k, v = _load_kv(
-                kv, v_offset, pages, start, places, kv_head, end,
-                NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_K, BLOCK_D,
-            )  # fmt: skip
-            pages = _find_pages(page_row, start + BLOCK_K, places, end, PAGE_SIZE, BLOCK_K)
-            sees = (start + places)[None, :] <= positions[:, None]
-            peak, acc, weights, shrink = _absorb(q_tile, k, v, sees, scale, peak, acc, WIDEN)
-            total = total * shrink + tl.sum(weights, axis=1)
+        # First the blocks that the first query, and so each, sees whole: most of them, and nothing is to be masked.
+        seen_by_all = (length - num_new + first + 1) // BLOCK_K * BLOCK_K
+        for masked in tl.static_range(2):
+            if masked:
+                begin_k, end_k = seen_by_all, end
+            else:
+                begin_k, end_k = 0, seen_by_all
+            pages = _find_pages(page_row, begin_k, places, end_k, PAGE_SIZE, BLOCK_K)
+            for start in range(begin_k, end_k, BLOCK_K):
+                k, v = _load_kv(
+                    kv, v_offset, pages, start, places, kv_head, end_k,
+                    NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_K, BLOCK_D,
+                )  # fmt: skip
+                pages = _find_pages(page_row, start + BLOCK_K, places, end_k, PAGE_SIZE, BLOCK_K)
+                sees = (start + places)[None, :] <= positions[:, None]
+                peak, acc, weights, shrink = _absorb(q_tile, k, v, sees, scale, peak, acc, masked, WIDEN)
+                total = total * shrink + tl.sum(weights, axis=1)
         result = acc / total[:, None]
         tl.store(out + (places_in_n * out_stride)[:, None] + columns, result.to(out.dtype.element_ty), mask=mask)
 
@@ -252,7 +261,7 @@ def _decode_kernel(
                 # Asked for one block ahead, so that no block waits for its address.
                 pages = _find_pages(page_row, token + BLOCK_K, places, stop, PAGE_SIZE, BLOCK_K)
                 sees = belongs & (token + places < stop)[None, :]
-                peak, acc, weights, shrink = _absorb(q_tile, k, v, sees, scale, peak, acc, WIDEN)
+                peak, acc, weights, shrink = _absorb(q_tile, k, v, sees, scale, peak, acc, True, WIDEN)
                 total = total * shrink[:, None] + weights
             totals = tl.sum(total, axis=1)
 
@@ -309,6 +318,7 @@ def prefill_attention(
     block_k: int | None = None,
     num_warps: int = 8,
     num_stages: int = 3,
+    max_registers: int | None = None,
 ) -> None:
     """Causal attention of requests with any number of new tokens.
 
@@ -324,7 +334,8 @@ def prefill_attention(
         block_m: rows of a tile (a query has ``num_heads / num_kv_heads`` of them), a power of 2, at least 16.
         block_k: tokens of K and V in a step, a power of 2, at least 16; by default what suits ``head_dim``.
         num_warps: of a program; 4 or 8 let a block of 64 or 128 rows use Hopper's own matrix instructions.
-        num_stages: blocks of K and V that are on their way or in use at a time.
+        num_stages: one more than the blocks of K and V that are on their way or in use at a time.
+        max_registers: of a thread; see `registers_of`.
     """
     _check(q, kv, out, page_table)
     num_requests, (num_kv_heads, head_dim) = seq_lens.shape[0], kv.shape[3:]
@@ -336,7 +347,8 @@ def prefill_attention(
         q.stride(0), out.stride(0), kv.stride(0), page_table.stride(0),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, PAGE_SIZE=kv.shape[2],
         BLOCK_R=_block_r(num_requests), BLOCK_M=block_m, BLOCK_K=block_k or _block_rows(kv),
-        BLOCK_D=_block_d(head_dim), WIDEN=_widen(q.dtype), num_warps=num_warps, num_stages=num_stages,
+        BLOCK_D=_block_d(head_dim), WIDEN=_widen(q.dtype),
+        num_warps=num_warps, num_stages=num_stages, maxnreg=max_registers,
     )  # fmt: skip
 
 
@@ -370,6 +382,7 @@ def decode_attention(
     block_rows: int | None = None,
     num_warps: int = 4,
     num_stages: int = 3,
+    max_registers: int | None = None,
 ) -> None:
     """Attention of requests with one new token each: N is R. A request of length 0 gets zeros.
 
@@ -381,7 +394,7 @@ def decode_attention(
         num_programs: best as many as the device runs at once.
         heads: KV heads of an item, a power of 2 that divides their number; by default `choose_heads`.
         block_rows: rows of a tile of K and V, ``heads`` for each token: a power of 2, at least 16.
-        num_warps, num_stages: see `prefill_attention`.
+        num_warps, num_stages, max_registers: see `prefill_attention`.
     """
     _check(q, kv, out, page_table)
     num_requests, (page_size, num_kv_heads, head_dim) = seq_lens.shape[0], kv.shape[2:]
@@ -400,8 +413,13 @@ def decode_attention(
         HEADS=heads, BLOCK_R=_block_r(num_requests), BLOCK_M=max(_MIN_ROWS, block_s),
         BLOCK_K=(block_rows or _block_rows(kv)) // heads, BLOCK_D=block_d,
         BLOCK_S=block_s, BLOCK_P=max(1, num_warps * 512 // (block_s * block_d)),  # 16 registers of a thread
-        WIDEN=_widen(q.dtype), num_warps=num_warps, num_stages=num_stages,
+        WIDEN=_widen(q.dtype), num_warps=num_warps, num_stages=num_stages, maxnreg=max_registers,
     )  # fmt: skip
+
+
+def registers_of(each: int, num_warps: int) -> int:
+    """How many a thread may have so that ``each`` programs run on a multiprocessor at once, which has 65,536."""
+    return min(255, 65536 // (each * num_warps * 32) // 8 * 8)
 
 
 def choose_heads(num_requests: int, num_kv_heads: int, group: int, *, num_programs: int) -> int:

@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from minisgl.forward import ForwardBatch
-from minisgl.kernels.triton_attention import decode_attention, lay_out, prefill_attention
+from minisgl.kernels.triton_attention import decode_attention, lay_out, prefill_attention, registers_of
 
 # Programs of a decode step for each multiprocessor: as many as run there at once.
 PROGRAMS_EACH = 3
@@ -81,6 +81,6 @@ class TritonAttention:
         if plan.line is not None:
             decode_attention(
                 q[:d], kv, out_NHD[:d], batch.page_table[:d], batch.seq_lens[:d], plan.line, self.counters,
-                scale=scale, num_programs=self.num_programs,
+                scale=scale, num_programs=self.num_programs, max_registers=registers_of(PROGRAMS_EACH, 4),
             )  # fmt: skip
         return out_NHD
