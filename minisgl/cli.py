@@ -188,7 +188,7 @@ def _print_answer(llm: Any, messages: list[dict[str, str]], params: SamplingPara
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from minisgl.serve import serve  # uvicorn and transformers take a second
+    from minisgl.serve import serve  # uvicorn takes a while
 
     return serve(_from_args(EngineConfig, args), _from_args(ServerConfig, args))
 

@@ -1,7 +1,7 @@
-"""`minisgl serve`: which processes there are, and what each is made of.
+"""`minisgl serve`: the HTTP front over a backend, from the start to the last signal.
 
-Chapter 1 tells this module's story. The parent has the HTTP front; a worker has the tokenizer; an engine process has
-the model, and it alone imports torch. ``python -m minisgl.serve ROLE`` is how the parent starts the other two.
+Chapter 1 tells this module's story. Ports are tried before a model is loaded; signals are counted; the engine's end is
+the server's.
 """
 
 from __future__ import annotations
@@ -12,40 +12,20 @@ import logging
 import os
 import signal
 import socket
-import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from minisgl.checkpoint import find_model
-from minisgl.config import EngineConfig, ModelConfig
-from minisgl.server.client import EngineDied, EngineStats, ModelInfo
-from minisgl.server.clients import Client, ThreadLink
+from minisgl.backend import start_client
+from minisgl.config import EngineConfig
+from minisgl.server.client import EngineDied
 from minisgl.server.config import ServerConfig
-from minisgl.server.echo import EchoEngine
-from minisgl.server.engine_loop import Engine, last_words, run_engine
 from minisgl.server.listener import Addresses, serve_http
 from minisgl.server.log import log, set_up_log
-from minisgl.server.processes import ProcessLink, live_with_parent
-from minisgl.server.tokenizer import Tokenizer, load_tokenizer
-from minisgl.server.worker import run_worker
 
-logger = logging.getLogger("minisgl.serve")  # in a child, this module is "__main__"
+logger = logging.getLogger(__name__)
 
 
 FAILURE_S = 1.0  # between the engine's death and the server's end: clients and probes are told
-
-
-class Job(msgspec.Struct, frozen=True):
-    """What a child process is told: the configuration, with ``folder`` of the model, and ``sockets`` of the server."""
-
-    engine: EngineConfig
-    server: ServerConfig
-    folder: str
-    sockets: str
 
 
 def serve(engine: EngineConfig, server: ServerConfig) -> int:
@@ -135,117 +115,3 @@ def _announce(name: str) -> Callable[[Addresses], None]:
             print(f"its admin's page is at http://127.0.0.1:{at.admin_port}", flush=True)
 
     return announce
-
-
-async def start_client(engine: EngineConfig, server: ServerConfig) -> Client:
-    """The engine that ``server`` asks for, started and tried.
-
-    Raises:
-        ValueError: there is no such model.
-        EngineDied: it cannot start, for the reason given in one line.
-    """
-    folder = find_model(engine.model)
-    link: Any
-    if server.in_process:
-        link = ThreadLink(lambda: (load(engine, server, folder), tokenizer_of(server, folder)))
-    else:
-        job = Job(engine, server, str(folder.resolve()), "")
-
-        def command(role: str, sockets: Path) -> tuple[list[str], bytes]:
-            line = msgspec.json.encode(msgspec.structs.replace(job, sockets=str(sockets)))
-            return [sys.executable, "-m", "minisgl.serve", role], line
-
-        link = ProcessLink(command, restart=server.restart, step_deadline_s=server.step_deadline_s)
-    client = Client(link, heartbeat_s=server.heartbeat_s, log_prompts=server.log_prompts)
-    await client.start()
-    return client
-
-
-def load(engine: EngineConfig, server: ServerConfig, folder: Path) -> Engine:
-    """The echo, or an engine with a model. Raises ``ValueError`` as `minisgl.launch.load_engine` does."""
-    name = server.served_model_name or engine.model
-    if server.echo:
-        model = ModelConfig.from_folder(folder)
-        context = engine.max_model_len or model.max_position_embeddings
-        return EchoEngine(ModelInfo(name, context, model.vocab_size, True), rate=server.echo_rate)
-    from minisgl.launch import load_engine  # torch
-
-    return ServedEngine(load_engine(replace(engine, model=str(folder))), name)
-
-
-def tokenizer_of(server: ServerConfig, folder: Path) -> Tokenizer:
-    """The model's tokenizer, with the chat template that was asked for."""
-    return load_tokenizer(folder, chat_template=server.chat_template)
-
-
-class ServedEngine:
-    """An `EngineCore` as the server's loop knows engines."""
-
-    def __init__(self, loaded: Any, name: str) -> None:
-        self._core = loaded.core
-        most = loaded.core.scheduler.config.max_model_len
-        self.info = ModelInfo(name, most, loaded.model_config.vocab_size, loaded.tokenizer.has_chat_template)
-        self.add, self.abort = self._core.add, self._core.abort
-        self.step, self.flush_cache = self._core.step, self._core.flush_cache
-
-    @property
-    def has_work(self) -> bool:
-        """Whether `step` has anything to do."""
-        return bool(self._core.has_work)
-
-    def stats(self, *, detail: bool = False) -> EngineStats:
-        """Queue, pages and steps."""
-        scheduler, kv = self._core.scheduler, self._core.kv
-        return EngineStats(
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
-            num_pages=kv.num_pages - 1,
-            num_free_pages=kv.allocator.num_free,
-            num_cached_pages=kv.tree.num_evictable_pages,
-            num_steps=scheduler.num_steps,
-            num_preemptions=scheduler.num_preemptions,
-            detail=self._detail() if detail else {},
-        )
-
-    def _detail(self) -> dict[str, Any]:
-        from minisgl.scheduler.view import describe  # only for who looks
-
-        return {"text": describe(self._core.scheduler)}
-
-    def close(self) -> None:
-        """End the flight record, give the device's memory back."""
-        if self._core.recorder is not None:
-            self._core.recorder.close()
-        device = self._core.runner.table.device
-        del self._core, self.add, self.abort, self.step, self.flush_cache
-        if device.type == "cuda":
-            import torch  # it is there already
-
-            torch.cuda.empty_cache()
-
-
-def run_child(role: str) -> None:
-    """The whole life of a worker or engine process."""
-    job = msgspec.json.decode(live_with_parent(), type=Job)
-    set_up_log(role)
-    sockets, folder = Path(job.sockets), Path(job.folder)
-    leave = last_words(sockets, role)
-    try:
-        if role == "worker":
-            run_worker(lambda: tokenizer_of(job.server, folder), sockets)
-        else:
-            record = job.engine.record
-            note = "" if record is None else f"; the flight record is {record}"
-            run_engine(
-                lambda: load(job.engine, job.server, folder), sockets,
-                step_deadline_s=job.server.step_deadline_s, leave=leave, note=note,
-            )  # fmt: skip
-    except ValueError as error:  # in words for users
-        leave(str(error))
-    except BaseException as error:
-        logger.exception("the %s process has failed", role)
-        leave(f"the {role} process has failed: {type(error).__name__}: {error}")
-
-
-if __name__ == "__main__":
-    run_child(sys.argv[1])

@@ -29,9 +29,9 @@ from serving import (
 )
 
 from minisgl import SamplingParams
+from minisgl.backend import load, start_client, tokenizer_of
 from minisgl.launch import TINY
 from minisgl.request import StepOutput, Usage
-from minisgl.serve import load, start_client, tokenizer_of
 from minisgl.server import clients
 from minisgl.server.client import Delta, EngineDied, GenerateRequest, ModelInfo, RequestRefused, Update
 from minisgl.server.clients import MOST_PARTS, Client, ThreadLink, merge

@@ -32,6 +32,7 @@ MAY_IMPORT = {
     "launch": None,
     "checkpoint": None,
     "serve": None,
+    "backend": None,
     "book": None,
     "info": None,
     "replay": None,

@@ -63,6 +63,7 @@ class ProcessLink:
         self._heartbeat_s: float | None = None
         self._broken: asyncio.Future[str] | None = None
         self._task: asyncio.Task[None] | None = None
+        self._ending: asyncio.Task[None] | None = None
 
     @property
     def pids(self) -> dict[str, int]:
@@ -98,6 +99,7 @@ class ProcessLink:
 
     async def _launch(self) -> None:
         sweep()
+        self._ending = None
         self._folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))  # for its owner alone
         if len(address(self._folder, "worker", "engine")) > 100:  # a Unix socket's path holds 107 bytes
             shutil.rmtree(self._folder)
@@ -117,6 +119,12 @@ class ProcessLink:
             process.stdin.write(line + b"\n")
 
     async def _end(self) -> None:
+        """End everything, once; whoever is cancelled while it waits for that does not stop it."""
+        if self._ending is None:
+            self._ending = asyncio.get_running_loop().create_task(self._end_all())
+        await asyncio.shield(self._ending)
+
+    async def _end_all(self) -> None:
         processes, self._processes = self._processes, {}
         for process in processes.values():
             with contextlib.suppress(ProcessLookupError):
