@@ -170,6 +170,7 @@ def sample_rows(
     *,
     all_greedy: bool = False,
     tile: int = _TILE,
+    num_warps: int = 8,
 ) -> Tensor:
     """`minisgl.kernels.sampling.sample_rows` in two launches.
 
@@ -188,6 +189,7 @@ def sample_rows(
         all_greedy: the temperatures are 0: they are not even looked at.
         tile: tokens that a program looks at, a power of 2. Keys are rounded in another way with another one, so it
             must not depend on how many rows there are.
+        num_warps: of such a program.
 
     Returns:
         ``[2, S]`` int32: the tokens, 0 of a row that is not sound; and 1 where a row is sound. Padding gets 0 and 0.
@@ -200,7 +202,7 @@ def sample_rows(
         found = _Candidates(num_samples, vocab_size, tile, logits.device)
         _candidates_kernel[num_samples, found.num_tiles](
             logits, rows, temperature_by_row, seeds_by_row, positions_by_row, *found.columns, logits.stride(0),
-            vocab_size, ROWS=True, NOISE=not all_greedy, TILE=tile, num_warps=8,
+            vocab_size, ROWS=True, NOISE=not all_greedy, TILE=tile, num_warps=num_warps,
         )  # fmt: skip
         _choose_rows_kernel[(num_samples,)](
             *found.columns, rows, temperature_by_row, positions_by_row, last_tokens_by_row, out, found.num_tiles,
