@@ -17,6 +17,7 @@ import msgspec
 
 from minisgl.checkpoint import find_model
 from minisgl.config import EngineConfig, ModelConfig
+from minisgl.scheduler.view import snapshot
 from minisgl.server.client import EngineStats, ModelInfo
 from minisgl.server.clients import Client, ThreadLink
 from minisgl.server.config import ServerConfig
@@ -118,13 +119,8 @@ class ServedEngine:
             num_cached_pages=kv.tree.num_evictable_pages,
             num_steps=scheduler.num_steps,
             num_preemptions=scheduler.num_preemptions,
-            detail=self._detail() if detail else {},
+            detail=snapshot(scheduler) if detail else {},
         )
-
-    def _detail(self) -> dict[str, Any]:
-        from minisgl.scheduler.view import describe  # only for who looks
-
-        return {"text": describe(self._core.scheduler)}
 
     def close(self) -> None:
         """End the flight record, give the device's memory back."""

@@ -492,3 +492,20 @@ def test_answers_within_one_process_are_those_of_the_library(loop: Loop, tiny: C
 def test_what_runs_is_what_was_asked_for() -> None:
     engine = load(ENGINE, echo(echo_rate=3.0, served_model_name="parrot"), TINY)
     assert engine.info == ModelInfo("parrot", 512, 4096, True)
+
+
+def test_the_live_state_accounts_for_every_page(loop: Loop, tiny: Client) -> None:
+    async def scenario() -> None:
+        updates = tiny.generate(ask("a", SamplingParams(max_tokens=300, ignore_eos=True, n=2), "Once upon a time " * 8))
+        while not (update := await anext(updates)).deltas:
+            pass
+        stats = await tiny.stats(detail=True)
+        detail = stats.detail
+        assert [r["id"] for r in detail["running"]] == ["a/0", "a/1"] and not detail["waiting"]
+        assert all(r["num_prompt_tokens"] == update.usage.prompt_tokens for r in detail["running"])
+        shown = [p for r in detail["running"] for p in r["pages"][r["num_shared_pages"] :]]
+        shown += [p for node in detail["tree"] for p in node["pages"]] + detail["in_transit"]
+        assert len(shown) == len(set(shown)) == stats.num_pages - stats.num_free_pages
+        await updates.aclose()
+
+    loop.run(scenario())
