@@ -32,13 +32,23 @@ def _uniform(seed, position, token_ids):
 
 
 @triton.jit
-def _minus_log1p_minus(u):
-    """``-log(1 - u)`` to a few units in the last place, for u in (0, 1). Near 0, where tokens win, ``1 - u`` has lost
-    most of u; but the logarithm of what is left is off by nearly the same factor, which is known (Goldberg, "What every
-    computer scientist should know about floating-point arithmetic", 1991, theorem 4)."""
-    rest = 1.0 - u
-    lost = rest == 1.0
-    return tl.where(lost, u, -tl.log(rest) * (u / tl.where(lost, 1.0, 1.0 - rest)))
+def _exponential(u):
+    """``-log(1 - u)`` to 2e-7 of itself, for u in (0, 1), in a third of the time that a library's takes.
+
+    ``1 - u`` is ``2**k (1 + f)`` with f between -1/3 and 1/3; near 0, where tokens win, k is 0, and f is -u itself, of
+    which ``1 - u`` has lost most. The polynomial is ``log(1 + f) / f`` to 3e-8, by a fit at Chebyshev's points."""
+    bits = (1.0 - u).to(tl.int32, bitcast=True)
+    shift = (bits - 0x3F2AAAAB) & -0x800000  # k in the exponent's place; the constant is 2/3
+    f = tl.where(shift == 0, -u, (bits - shift).to(tl.float32, bitcast=True) - 1.0)
+    p = 0.14056085050106049 * f - 0.15403197705745697
+    p = p * f + 0.1398765742778778
+    p = p * f - 0.164127916097641
+    p = p * f + 0.20011943578720093
+    p = p * f - 0.25008028745651245
+    p = p * f + 0.3333316743373871
+    p = p * f - 0.4999993145465851
+    p = p * f + 1.0
+    return -(shift.to(tl.float32) * (0.6931471805599453 * 2.0**-23)) - f * p
 
 
 @triton.jit
@@ -59,19 +69,26 @@ def _candidates_kernel(
         logits + sample.to(tl.int64) * stride + ids, mask=ids < vocab_size, other=float("-inf")
     ).to(tl.float32)  # fmt: skip
     place = sample * tl.num_programs(1) + tile
+    # A NaN (infinity minus infinity makes one too) must not lose: a broken row may not pass as sound.
+    heat = 0.0
     if NOISE:
         heat = tl.load(temperature + row)
         peak = tl.max(values, axis=0)
         values -= tl.where(peak == float("-inf"), 0.0, peak)
-        if heat > 0:
-            u = _uniform(tl.load(seeds + row), tl.load(positions + row), ids)
-            values = values / heat - tl.log(_minus_log1p_minus(u))
         tl.store(peaks + place, peak)
-    # A NaN (infinity minus infinity makes one too) must not lose: a broken row may not pass as sound.
     broken = tl.sum((values != values).to(tl.int32), axis=0) > 0
-    best, at = tl.max(values, axis=0, return_indices=True, return_indices_tie_break_left=True)
-    tl.store(keys + place, tl.where(broken, float("nan"), best))
-    tl.store(token_ids + place, tile * TILE + at)
+    losses = -values
+    if heat > 0:
+        # The exponential of minus the key: one logarithm for the tile instead of one for each token.
+        u = _uniform(tl.load(seeds + row), tl.load(positions + row), ids)
+        losses = _exponential(u) * tl.exp2(losses * tl.minimum(1.4426950408889634 / heat, 3e38))
+    least = tl.min(losses, axis=0)
+    token_id = tl.min(tl.where((losses == least) | broken, ids, 2**31 - 1), axis=0)
+    key = -least
+    if heat > 0:
+        key = -tl.log(least)
+    tl.store(keys + place, tl.where(broken, float("nan"), key))
+    tl.store(token_ids + place, token_id)
 
 
 @triton.jit
