@@ -14,7 +14,7 @@ import pytest
 import torch
 from checkpoints import Checkpoint
 
-from minisgl import LLM, SamplingParams, cli
+from minisgl import LLM, RequestOutput, SamplingParams, cli
 from minisgl.benchmark import compare, measure, targets
 from minisgl.benchmark.ceilings import Ceilings
 from minisgl.benchmark.measure import engine_options, open_bench
@@ -228,24 +228,33 @@ def test_a_shape_takes_the_models_place() -> None:
 # ----------------------------------------------------------------------------------------------------------- measuring
 
 
-def test_a_run_is_timed_and_finds_nothing_cached(options: dict[str, Any], no_ceilings: None) -> None:
+def test_a_run_is_timed_and_finds_nothing_cached(
+    options: dict[str, Any], no_ceilings: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers: list[list[RequestOutput]] = []
+    generate = LLM.generate
+    monkeypatch.setattr(LLM, "generate", lambda *a, **k: answers.append(generate(*a, **k)) or answers[-1])
+    # The same prompts each time: they would be found in the cache if it were not emptied.
+    prompts = SMALL.draw(random.Random(0), 100)
+    monkeypatch.setattr(Workload, "draw", lambda *_: prompts)
     with open_bench(options) as bench:
         runs = bench.measure(SMALL, 3)
-        assert len(runs) == 3
-        for run in runs:
-            assert len(run.first_token_s) == len(run.token_s) == 6
-            assert 0 < min(run.first_token_s) <= max(run.first_token_s) < run.seconds
-            assert run.steps == max(SMALL.output_lens)
         row = bench.row("here", SMALL, runs)
-        seconds = sorted(run.seconds for run in runs)
-        assert row["seconds"] == seconds[1] and row["output tok/s"] == SMALL.num_output / seconds[1]
-        assert row["spread %"] == pytest.approx(100 * (seconds[2] - seconds[0]) / seconds[1])
-        assert row["share %"] == pytest.approx(100 * row["output tok/s"] / row["serial roofline"])
-        assert bench.row("in", SMALL, runs, count="input")["input tok/s"] == SMALL.num_input / seconds[1]
-        # The same prompts again, without their being drawn: only then anything is cached.
-        engine = bench.llm.engine
-        assert engine.kv.num_available_pages == engine.scheduler.config.num_pages - 1
+        assert bench.row("in", SMALL, runs, count="input")["input tok/s"] == SMALL.num_input / row["seconds"]
         assert bench.load_s > 0 and bench.facts()["load seconds"] == bench.load_s
+    assert len(runs) == 3 and len(answers) == 4  # once to warm up
+    for run, outputs in zip(runs, answers[1:], strict=True):
+        assert [len(o.token_ids) for o in outputs] == list(SMALL.output_lens)
+        assert sum(o.usage.cached_tokens for o in outputs) == 0
+        assert 0 < min(run.first_token_s) <= max(run.first_token_s) < run.seconds
+        for first_s, token_s, n, o in zip(run.first_token_s, run.token_s, SMALL.output_lens, outputs, strict=True):
+            assert o.timings.finished_s is not None
+            assert first_s + (n - 1) * token_s == pytest.approx(o.timings.finished_s - o.timings.arrival_s)
+        assert run.steps == max(SMALL.output_lens)
+    seconds = sorted(run.seconds for run in runs)
+    assert row["seconds"] == seconds[1] and row["output tok/s"] == SMALL.num_output / seconds[1]
+    assert row["spread %"] == pytest.approx(100 * (seconds[2] - seconds[0]) / seconds[1])
+    assert row["share %"] == pytest.approx(100 * row["output tok/s"] / row["serial roofline"])
 
 
 def test_offline_variants_and_the_report(
@@ -432,15 +441,21 @@ def test_profile_of_an_engine(
     kind: Any, options: dict[str, Any], no_ceilings: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, trace = tmp_path / "profile.json", tmp_path / "trace.json"
-    budget = {"max_num_batched_tokens": 40}
     report = profile(
-        {**options, **budget}, kind=kind, batch=3, context=20, steps=4, output=str(out), perfetto=str(trace)
-    )
+        {**options, "max_num_batched_tokens": 60},
+        kind=kind, batch=3 if kind == "decode" else 2, context=20, steps=4, output=str(out), perfetto=str(trace),
+    )  # fmt: skip
     rows = {row["place"]: row for row in report["rows"]}
     for place in (*LAYER_PRODUCTS, HEAD):
         assert rows[place]["calls"] == (1 if place == HEAD else 2), place
-    # Decode: the middle of the steps that are profiled. Prefill: two prompts fill the budget.
-    assert report["tokens a step"] == (3 if kind == "decode" else 40) and report["steps"] == 4
+    config = ModelConfig.from_folder(options["model"])
+    num_read = rows["attention"]["MB"] * 1e6 / config.kv_bytes_per_token(4)  # on average, of all requests
+    if kind == "decode":
+        assert (report["tokens a step"], report["steps"]) == (3, 4)
+        assert num_read == pytest.approx(3 * (20 + 2 + 1.5 * 4), abs=2)  # the second four steps after two tokens
+    else:  # four times two prompts fill less than three steps
+        assert (report["tokens a step"], report["steps"]) == (pytest.approx(160 / 3), 3)
+        assert num_read == pytest.approx(160 / 3)
     assert sum(row["us"] for row in report["rows"]) == pytest.approx(report["kernels us"])
     assert report["kernels us"] + report["remainder us"] == pytest.approx(report["step us"])
     assert json.loads(out.read_text())["rows"] == report["rows"]
