@@ -56,8 +56,10 @@ def _request(scheduler: Scheduler, request: Request) -> dict[str, Any]:
     values = {
         "id": request.request_id,
         "num_prompt_tokens": request.num_prompt_tokens,
+        "num_cached_tokens": request.num_cached_tokens or 0,
         "num_output_tokens": request.num_output_tokens,
         "max_tokens": request.max_tokens,
+        "status": request.status.value,
     }
     if request.row is None:
         return values

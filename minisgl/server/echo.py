@@ -109,8 +109,20 @@ class EchoEngine:
 
     def stats(self, *, detail: bool = False) -> EngineStats:
         """Requests and steps."""
-        texts = {"running": [f"{id}: {echo.num_tokens} tokens" for id, echo in self._requests.items()]}
-        return EngineStats(num_running=len(self._requests), num_steps=self._num_steps, detail=texts if detail else {})
+        running = [
+            {
+                "id": request_id,
+                "num_prompt_tokens": len(echo.prompt),
+                "num_output_tokens": echo.num_tokens,
+                "max_tokens": echo.max_tokens,
+            }
+            for request_id, echo in (self._requests.items() if detail else ())
+        ]
+        return EngineStats(
+            num_running=len(self._requests),
+            num_steps=self._num_steps,
+            detail={"running": running} if detail else {},
+        )
 
     def close(self) -> None:
         """There is nothing to give back."""

@@ -24,6 +24,7 @@ from minisgl.server.client import EngineClient, EngineDied, EngineStats, Request
 from minisgl.server.config import ServerConfig
 from minisgl.server.errors import ApiError, ErrorBody, as_api_error
 from minisgl.server.front import Front, Job, answer
+from minisgl.server.live import add_page
 from minisgl.server.openai_api import (
     AbortRequest,
     ChatRequest,
@@ -140,6 +141,7 @@ def create_app(
     _add_operation(app, front)
     if with_admin:
         _add_admin(app, front)
+        add_page(app)
     _add_errors(app, front)
     _describe(app, needs_key=bool(keys) or config.admin_key is not None)
     app.add_middleware(

@@ -16,7 +16,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl.server.errors import ApiError
 
-OPEN_PATHS = frozenset({"/health", "/ready"})  # probes have no keys, and learn nothing else
+# Probes have no keys, and learn nothing else; nor does a browser that is sent to the page, which holds no secret.
+OPEN_PATHS = frozenset({"/health", "/ready", "/", "/page.css", "/page.js"})
 
 
 class Door:
