@@ -132,7 +132,7 @@ def _samples(device: torch.device) -> Iterator[Case]:
             variants: dict[str, Callable[..., Any]] = {
                 "default": partial(triton_sampling.sample_rows, all_greedy=all_greedy)
             }
-            for tile, warps in ((2048, 4), (4096, 4), (8192, 8)):
+            for tile, warps in ((2048, 4), (2048, 8), (4096, 16), (8192, 16)):
                 variants[f"{tile} by {warps} warps"] = partial(
                     triton_sampling.sample_rows, all_greedy=all_greedy, tile=tile, num_warps=warps
                 )
