@@ -31,6 +31,7 @@ class FakeClient:
     running: set[str] = field(default_factory=set)
     seen: list[GenerateRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    iterators: list[AsyncGenerator[Update, None]] = field(default_factory=list)
 
     def encode(self, request: GenerateRequest) -> list[int]:
         if request.token_ids is not None:
@@ -44,7 +45,12 @@ class FakeClient:
             raise RequestRefused("the chat template raised: no such thing")
         return list("".join(f"{m['role']}:{m['content']}\n" for m in request.messages or ()).encode())
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Update, None]:
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Update, None]:
+        iterator = self._generate(request)
+        self.iterators.append(iterator)  # so that the garbage collector, which closes them too, cannot
+        return iterator
+
+    async def _generate(self, request: GenerateRequest) -> AsyncGenerator[Update, None]:
         prompt = self.encode(request)
         if len(prompt) >= self.info.max_model_len:
             raise RequestRefused(f"the prompt has {len(prompt)} tokens; the context is {self.info.max_model_len}")

@@ -559,6 +559,20 @@ def test_an_engine_that_dies_midway(prompt: Any) -> None:
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_died"
 
 
+def test_an_answer_without_an_end_is_an_error() -> None:
+    """S16: that there is a last update is the client's promise; without it nothing is passed off as whole."""
+
+    class Forgetful(FakeClient):
+        async def _generate(self, request: Any) -> Any:
+            async for update in super()._generate(request):
+                if update.timings is None:
+                    yield update
+
+    assert "without an end" in error_of(ask(COMPLETIONS, {"prompt": "ab"}, client=Forgetful()), 503)["message"]
+    answer = ask(COMPLETIONS, {"prompt": "ab", "stream": True}, client=Forgetful())
+    assert "DONE" not in answer.text and "without an end" in answer.text
+
+
 def test_one_refused_prompt_refuses_the_request() -> None:
     """Its status cannot be sent before every prompt has been accepted; the others are given up."""
     client = FakeClient()
