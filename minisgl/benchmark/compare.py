@@ -47,6 +47,7 @@ def run_transformers(
     row |= {"time ratio": None, "attention": None, "failed": None}
     try:
         model = load_transformers(EngineConfig(**options))
+        free_memory()  # of the model that the weights came from: KV takes what is left
         rng = random.Random(seed)
         _generate(model, workload.shortened(_WARM_UP), rng)
         seconds = _generate(model, workload, rng)
