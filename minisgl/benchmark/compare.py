@@ -88,7 +88,7 @@ def _generate(model: Any, workload: Workload, rng: random.Random) -> float:
     prompts = workload.draw(rng, model.config.vocab_size)
     from transformers.generation import ContinuousBatchingConfig  # older versions have none
 
-    sizes = {}
+    sizes: dict[str, Any] = {}
     if model.device.type == "cpu":  # left alone it would fill the machine's memory with KV
         lengths = zip(workload.input_lens, workload.output_lens, strict=True)
         num_blocks = sum(ceil_div(n + m, _CPU_PAGE_SIZE) for n, m in lengths)

@@ -248,8 +248,8 @@ def place_floors(
         "embedding": 2 * hidden * n,
         "sampling": config.vocab_size * shape.num_samples,
     }
-    for place, count in moved.items():
-        floors[place] = (count * dtype_bytes, count * dtype_bytes / copy)
+    for place, numbers in moved.items():
+        floors[place] = (numbers * dtype_bytes, numbers * dtype_bytes / copy)
     return floors
 
 
