@@ -159,7 +159,7 @@ def test_every_number_of_tokens(m: int, kind: str) -> None:
 
 @pytest.mark.parametrize("dtype", CLOSE)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("m", [0, 1, 5, 20, 64, 65])
+@pytest.mark.parametrize("m", [0, 1, 20, 65])
 def test_the_functions_of_a_layer_equal_their_twins(
     monkeypatch: pytest.MonkeyPatch, m: int, kind: str, dtype: torch.dtype
 ) -> None:
