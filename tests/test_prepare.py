@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -145,6 +146,21 @@ def prepare_step(request: pytest.FixtureRequest) -> Callable[..., None]:
 def test_every_kind_of_request(prepare_step: Callable[..., None], requests: list[Planned]) -> None:
     num_tokens = sum(r.num_tokens for r in requests)
     step, right = Step(len(requests), num_tokens), Step(len(requests), num_tokens)
+    step.run(prepare_step, pack(requests))
+    right.run_by_loop(requests)
+    step.same_as(right)
+
+
+def test_longer_than_any_block_of_a_program(prepare_step: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "WIDTH", 700)
+    requests = [
+        Planned(row=1, fresh=2, num_tokens=2300, tokens=list(range(2300)), pages=list(range(5, 581))),
+        Planned(row=3, pages=[4000], page_start=650),
+        Planned(num_tokens=1030),
+    ]
+    step, right = Step(3, 3331, width=690), Step(3, 3331, width=690)
+    for each in (step, right):
+        each.seq_lens_by_row[3] = 2600
     step.run(prepare_step, pack(requests))
     right.run_by_loop(requests)
     step.same_as(right)
