@@ -261,7 +261,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"seed": -1}, "seed"), ({"seed": 2**63}, "seed"), ({"logprobs": 21}, "logprobs"), ({"logprobs": True}, "logprobs"),
     ({"presence_penalty": 3}, "presence_penalty"), ({"repetition_penalty": 0}, "repetition_penalty"),
     ({"priority": 2**31}, "priority"), ({"stream": "yes"}, "stream"),
-    ({"stream_options": {"usage": 1}}, "stream_options"), ({"best_of": 2}, "best_of"), ({"suffix": "x"}, "suffix"),
+    ({"stream_options": {"usage": 1}}, "stream_options"), ({"best_of": 2}, "best_of"),
+    ({"best_of": True}, "best_of"), ({"suffix": "x"}, "suffix"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"nonsense": 1}, "nonsense"), ({"messages": HI}, "messages"), ({"cache_salt": 5}, "cache_salt"),
 ]  # fmt: skip
@@ -332,6 +333,13 @@ def test_malformed_bodies_are_400(content: bytes, path: str) -> None:
         assert ask(path, content=content).status_code == 200  # ignored fields are ignored
     else:
         error_of(ask(path, content=content), 400)
+
+
+def test_an_error_can_tell_of_what_is_no_text() -> None:
+    """V07: a template may raise with half a surrogate pair of its input in the message."""
+    assert json.loads(ApiError(400, "a\ud83d", param="\ud83d").body)["error"] == {
+        "message": "a?", "type": "invalid_request_error", "param": "?", "code": None,
+    }  # fmt: skip
 
 
 def test_a_body_must_call_itself_json() -> None:
@@ -573,12 +581,17 @@ def test_an_answer_without_an_end_is_an_error() -> None:
     assert "DONE" not in answer.text and "without an end" in answer.text
 
 
-def test_one_refused_prompt_refuses_the_request() -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_refused_prompt_refuses_the_request(stream: bool) -> None:
     """Its status cannot be sent before every prompt has been accepted; the others are given up."""
-    client = FakeClient()
-    for stream in (False, True):
-        error_of(ask(COMPLETIONS, {"prompt": ["ab", "a" * 99, "cd"], "stream": stream}, client=client), 400)
-    assert not client.running
+
+    async def go() -> None:
+        client = FakeClient()
+        call = Call(create_app(client, ServerConfig()))
+        await call.run(COMPLETIONS, {"prompt": ["ab", "a" * 99, "cd"], "stream": stream})
+        assert call.status == 400 and len(client.seen) == 2 and not client.running
+
+    run(go())
 
 
 def test_a_bug_is_a_500_without_its_text(caplog: pytest.LogCaptureFixture) -> None:
