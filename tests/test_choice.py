@@ -42,7 +42,7 @@ def kernels(choice: Choice) -> str:
         ((8, 0), "fa2,triton", "fa2,fa2"),
         ((8, 6), "fa2,triton", "fa2,fa2"),
         ((8, 9), "fa2,triton", "fa2,fa2"),
-        ((9, 0), "fa3,xqa", "fa3,xqa"),
+        ((9, 0), "fa3,triton", "fa3,xqa"),
         ((10, 0), "triton,triton", "fa2,xqa"),
         ((10, 3), "triton,triton", "fa2,xqa"),
         ((12, 0), "triton,triton", "fa2,xqa"),
@@ -70,14 +70,14 @@ def test_E07_each_device_has_its_own_row(
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"dtype": torch.float16}, "fa3,xqa"),
+        ({"dtype": torch.float16}, "fa3,triton"),
         ({"dtype": torch.float32}, "torch,torch"),
-        ({"head_dim": 64}, "fa3,xqa"),
+        ({"head_dim": 64}, "fa3,triton"),
         ({"head_dim": 80}, "triton,triton"),
         ({"head_dim": 96}, "triton,triton"),
         ({"num_heads": 24}, "fa3,triton"),  # groups of 3 were not measured
         ({"page_size": 1}, "fa3,triton"),
-        ({"page_size": 16}, "fa3,xqa"),
+        ({"page_size": 16}, "fa3,triton"),
     ],
 )
 def test_a_shape_gets_what_serves_it(change: dict[str, object], expected: str) -> None:
@@ -121,7 +121,7 @@ def test_E09_without_a_compiler_triton_serves_and_says_what_is_missing(
 
 def test_the_reason_names_device_shape_and_kernels() -> None:
     reason = choose("auto", (9, 0), QWEN).reason
-    for part in ("fa3", "xqa", "9.0", "head_dim 128", "2 query heads a KV head", "pages of 64"):
+    for part in ("fa3", "triton", "9.0", "head_dim 128", "2 query heads a KV head", "pages of 64"):
         assert part in reason
 
 
@@ -182,7 +182,7 @@ def test_E09_a_kernel_that_fails_is_replaced_with_one_warning(
         assert isinstance(load_attention("auto", shape=QWEN), TorchAttention)
     assert [r.levelname for r in caplog.records] == ["WARNING", "INFO"]
     for record in caplog.records:
-        assert "xqa failed: nvcc fatal: Unsupported gpu architecture" in record.message and "more" not in record.message
+        assert "fa3 failed: nvcc fatal: Unsupported gpu architecture" in record.message and "more" not in record.message
     with pytest.raises(ValueError, match="'fa3,xqa' is not possible: FlashInfer's xqa failed: nvcc fatal"):
         load_attention("fa3,xqa", shape=QWEN)
 

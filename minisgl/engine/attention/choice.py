@@ -97,10 +97,10 @@ _UNKNOWN = _Device("unknown", ("triton", "torch"), ("triton", "torch"))
 # `minisgl.benchmark.attention` measures it. The batch alone is the key, not the length: when a graph is captured, the
 # batch is known and the length is not.
 _MEASURED: dict[int, tuple[tuple[int | None, str], ...]] = {
-    2: ((None, "xqa"),),
-    4: ((None, "xqa"),),
-    5: ((None, "xqa"),),
-    8: ((None, "xqa"),),
+    2: ((None, "triton"),),
+    4: ((None, "triton"),),
+    5: ((None, "triton"),),
+    8: ((None, "triton"),),
 }
 _MEASURED_PAGES = (16, 64)
 
