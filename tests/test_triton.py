@@ -6,7 +6,8 @@ Outputs are NaN before a kernel writes them, and so is whatever it has no busine
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -95,7 +96,7 @@ def decode(step: Step, lengths: Tensor | None = None, *, num_programs: int, **op
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 24, 64])
-@pytest.mark.parametrize(("num_programs", "heads"), [(1, 1), (3, 2), (8, 1), (64, 1), (64, 2)])
+@pytest.mark.parametrize(("num_programs", "heads"), [(1, 1), (3, 2), (8, 1), (30, 2)])
 def test_decode_at_the_edges_of_pages_and_stretches(
     monkeypatch: pytest.MonkeyPatch, page_size: int, num_programs: int, heads: int
 ) -> None:
@@ -112,23 +113,45 @@ def test_stretches_that_end_with_an_item_or_in_its_first_block(
     monkeypatch: pytest.MonkeyPatch, lengths: list[int], num_programs: int
 ) -> None:
     poison(monkeypatch)
-    step = Step([1] * len(lengths), [n - 1 for n in lengths], page_size=16)
-    step.check(decode(step, num_programs=num_programs, heads=1, block_rows=16))
+    step = Step([1] * len(lengths), [n - 1 for n in lengths], page_size=16, dim=128, heads=8)
+    with last_to_first():
+        out = decode(step, num_programs=num_programs, heads=1, block_rows=16, num_warps=1)  # merges piece by piece
+    step.check(out)
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(1, 70), min_size=1, max_size=6), st.integers(1, 30), st.sampled_from([1, 2]))
-def test_any_lengths_over_any_number_of_programs(lengths: list[int], num_programs: int, heads: int) -> None:
+@contextmanager
+def last_to_first() -> Iterator[None]:
+    """The interpreter runs programs one after the other; here the last one comes first. A device has any order."""
+    if DEVICE == "cuda":
+        yield
+        return
+    from triton.runtime.interpreter import interpreter_builder as interpreter
+
+    forwards = interpreter.set_grid_idx
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(
+            interpreter, "set_grid_idx", lambda x, y, z: forwards(interpreter.grid_dim[0] - 1 - x, y, z)
+        )
+        yield
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=4), st.integers(1, 12), st.sampled_from([1, 2]))
+def test_any_lengths_over_any_number_of_programs_in_either_order(
+    lengths: list[int], num_programs: int, heads: int
+) -> None:
     step = Step([1] * len(lengths), [n - 1 for n in lengths])
     step.check(decode(step, num_programs=num_programs, heads=heads, block_rows=16))
+    with last_to_first():
+        step.check(decode(step, num_programs=num_programs, heads=heads, block_rows=16))
 
 
-@pytest.mark.parametrize("block_p_warps", [1, 4])
-def test_one_request_over_all_programs(monkeypatch: pytest.MonkeyPatch, block_p_warps: int) -> None:
-    """More pieces than are merged at a time."""
+@pytest.mark.parametrize(("heads", "num_warps"), [(8, 1), (2, 4), (3, 4)])
+def test_one_request_over_all_programs(monkeypatch: pytest.MonkeyPatch, heads: int, num_warps: int) -> None:
+    """One piece is merged at a time, or several, and there are more than that."""
     poison(monkeypatch)
-    step = Step([1], [1000], dim=128, heads=8, kv_heads=1, scale=0.1)
-    step.check(decode(step, num_programs=40, block_rows=16, num_warps=block_p_warps))
+    step = Step([1], [600], dim=128, heads=heads, kv_heads=1, scale=0.1)
+    step.check(decode(step, num_programs=20, block_rows=16, num_warps=num_warps))
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
@@ -201,6 +224,25 @@ def test_a_plan_holds_for_a_graph_whose_requests_grow() -> None:
     step = Step([1, 1, 1], [70, 600, 3])
     short = replace(step.batch, host_seq_lens=np.ones(3, np.int32))
     step.check(run(TritonAttention(DEVICE), step, short))
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="only CUDA has graphs")
+def test_a_captured_step_serves_requests_that_grow() -> None:
+    step, attention = Step([1, 1, 1, 1], [70, 600, 3, 1999], page_size=64), TritonAttention(DEVICE)
+    lengths = torch.ones_like(step.batch.seq_lens)
+    batch = replace(step.batch, seq_lens=lengths)
+    run(attention, step, batch)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(attention, step, batch)
+    for _ in range(2):
+        out.fill_(NAN)
+        lengths.copy_(step.batch.seq_lens)
+        graph.replay()
+        step.check(out)
+        lengths.fill_(0)
+        graph.replay()
+        assert not out.any() and not attention.counters.any()
 
 
 def test_neither_plan_nor_forward_reads_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
