@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import types
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from minisgl import __version__
@@ -23,6 +23,7 @@ from minisgl.replay import replay
 from minisgl.request import RequestOutput, SamplingParams
 from minisgl.scheduler.what_if import parse_changes
 from minisgl.server.config import ServerConfig
+from minisgl.server.remote import RemoteServer
 from minisgl.utils import check_int
 
 
@@ -56,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_fields(generate, EngineConfig)
 
     chat = _command(commands, "chat", _chat, "talk to a model in the terminal")
+    _add_remote(chat, "talk to the model of this running server, instead of loading one")
     _add_fields(chat, SamplingParams, skip=("n", "logprobs", "prompt_logprobs"))
     _add_fields(chat, EngineConfig)
 
@@ -85,11 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     offline = _bench(bench, "offline", _bench_offline, "throughput of a batch of random prompts", repeats=3)
     offline.add_argument("--num-requests", type=_integer(1), default=256, metavar="N", help="prompts (default: 256)")
-    for name in ("input", "output"):
-        offline.add_argument(
-            f"--{name}-len", type=_integer(1), nargs=2, default=(100, 1024), metavar=("MIN", "MAX"),
-            help="tokens, between these two (default: 100 1024)",
-        )  # fmt: skip
+    _add_lengths(offline)
     offline.add_argument(
         "--compare", action="append", default=[], choices=["plain loop", "recorded", "no prefix cache", "transformers"],
         help="also measure this variant, or transformers' continuous batching; may be repeated",
@@ -120,6 +118,26 @@ def _parser() -> argparse.ArgumentParser:
     attention.add_argument("--repeats", type=_integer(1), default=7, metavar="N", help="measured runs (default: 7)")
     gemm.add_argument("--shapes", type=_shapes, metavar="NAMES", help="of these published models, separated by commas")
     gemm.add_argument("--table-output", metavar="FILE", help="write the table that the engine chooses by")
+    online = _bench(bench, "serve", _bench_serve, "requests that arrive by chance at a server")
+    _add_remote(online, "measure this running server, instead of one that is started for it")
+    online.add_argument("--rate", type=_positive, default=4.0, help="requests a second; inf: all at once (default: 4)")
+    online.add_argument("--num-requests", type=_integer(1), default=100, metavar="N", help="prompts (default: 100)")
+    _add_lengths(online)
+    online.add_argument("--ttft-limit", type=_positive, metavar="SECONDS", help="to the first token, for goodput")
+    online.add_argument(
+        "--tpot-limit", type=_positive, metavar="SECONDS", help="from token to token in the mean, for goodput"
+    )
+    online.add_argument("--seed", type=_integer(0), default=0, metavar="N", help="of arrivals and prompts (default: 0)")
+    online.add_argument("--picture", metavar="FILE", help="write an SVG with a line for each request")
+    front = _command(bench, "front", _bench_front, "the server without a model: events and tokens a second")
+    front.add_argument(
+        "--streams", type=_integer(1), action="append", metavar="N",
+        help="answers at once; may be repeated (default: 100, 200, 300, 400)",
+    )  # fmt: skip
+    front.add_argument("--rate", type=_positive, default=50.0, help="tokens a second of each answer (default: 50)")
+    front.add_argument("--seconds", type=_positive, default=5.0, help="that an answer takes (default: 5)")
+    front.add_argument("--output", metavar="FILE", help="write the figures, and where they come from, as JSON")
+    _add_fields(front, EngineConfig, only=("model",))
     everything = _bench(bench, "all", _bench_all, "all rows that have a target, in one table", skip=("model",))
     everything.add_argument(
         "--shapes", type=_shapes, default=[], metavar="NAMES", help="only these shapes, separated by commas"
@@ -157,34 +175,53 @@ def _generate(args: argparse.Namespace) -> int:
 
 def _chat(args: argparse.Namespace) -> int:
     config, params = _from_args(EngineConfig, args), _from_args(SamplingParams, args)
-    messages: list[dict[str, str]] = []
+    if args.url is not None:
+        _refuse_engine_options(args)
+        server = RemoteServer(args.url, args.api_key)
+        return _converse(lambda messages: server.stream_chat(messages, params))
     with _open(config) as llm:
-        print("An empty line or Ctrl-D ends the conversation, Ctrl-C an answer.", file=sys.stderr)
-        while True:
-            try:
-                text = input("> ")
-            except EOFError:
-                return 0
-            if not text.strip():
-                return 0
-            messages.append({"role": "user", "content": text})
-            messages.append({"role": "assistant", "content": _print_answer(llm, messages, params)})
+        return _converse(lambda messages: _new_texts(llm.stream(llm.tokenizer.encode_chat(messages), params)))
 
 
-def _print_answer(llm: Any, messages: list[dict[str, str]], params: SamplingParams) -> str:
+def _converse(answer: Callable[[list[dict[str, str]]], Generator[str, None, None]]) -> int:
+    """Read what the user says, and print the pieces of text that ``answer`` has to the conversation so far."""
+    print("An empty line or Ctrl-D ends the conversation, Ctrl-C an answer.", file=sys.stderr)
+    messages: list[dict[str, str]] = []
+    while True:
+        try:
+            text = input("> ")
+        except EOFError:
+            return 0
+        if not text.strip():
+            return 0
+        messages.append({"role": "user", "content": text})
+        messages.append({"role": "assistant", "content": _print_answer(answer(messages))})
+
+
+def _print_answer(pieces: Generator[str, None, None]) -> str:
     """Stream the answer to the terminal; returns it. Ctrl-C cuts it short."""
     shown = ""
-    stream = llm.stream(llm.tokenizer.encode_chat(messages), params)
     try:
-        for output in stream:
-            print(output.text[len(shown) :], end="", flush=True)
-            shown = output.text
+        for piece in pieces:
+            print(piece, end="", flush=True)
+            shown += piece
     except KeyboardInterrupt:
         pass
     finally:
-        stream.close()
+        pieces.close()
     print()
     return shown
+
+
+def _new_texts(outputs: Any) -> Generator[str, None, None]:
+    """Of growing outputs, what each adds."""
+    num_chars = 0
+    try:
+        for output in outputs:
+            yield output.text[num_chars:]
+            num_chars = len(output.text)
+    finally:
+        outputs.close()
 
 
 def _serve(args: argparse.Namespace) -> int:
@@ -221,9 +258,7 @@ def _bench_offline(args: argparse.Namespace) -> int:
     from minisgl.benchmark.offline import bench_offline  # draws in torch
     from minisgl.benchmark.workload import mixed_lengths
 
-    for name, (low, high) in {"input": args.input_len, "output": args.output_len}.items():
-        if low > high:
-            args.parser.error(f"argument --{name}-len: MIN must be at most MAX, got {low} {high}")
+    _check_lengths(args)
     workload = mixed_lengths(args.num_requests, input_len=tuple(args.input_len), output_len=tuple(args.output_len))
     bench_offline(
         workload=workload,
@@ -274,6 +309,38 @@ def _bench_gemm(args: argparse.Namespace) -> int:
             "bench gemm needs a CUDA device: elsewhere its kernels are interpreted, and times mean nothing"
         )
     bench_gemm(device=device, output=args.output, table_output=args.table_output, **chosen)
+    return 0
+
+
+def _bench_serve(args: argparse.Namespace) -> int:
+    from minisgl.benchmark.serve import bench_serve  # draws in torch
+    from minisgl.benchmark.workload import mixed_lengths
+
+    _check_lengths(args)
+    if args.url is not None:
+        _refuse_engine_options(args)
+    bench_serve(
+        url=args.url,
+        workload=mixed_lengths(
+            args.num_requests, input_len=tuple(args.input_len), output_len=tuple(args.output_len), seed=args.seed
+        ),
+        rate=args.rate,
+        first_token_limit_s=args.ttft_limit,
+        token_limit_s=args.tpot_limit,
+        api_key=args.api_key,
+        seed=args.seed,
+        picture=args.picture,
+        **_measured(args),
+    )
+    return 0
+
+
+def _bench_front(args: argparse.Namespace) -> int:
+    from minisgl.benchmark.front import bench_front  # draws in torch
+
+    options = _options(_from_args(EngineConfig, args))
+    chosen = {"streams": args.streams} if args.streams else {}
+    bench_front(options, rate=args.rate, seconds=args.seconds, output=args.output, **chosen)
     return 0
 
 
@@ -361,6 +428,34 @@ def _add_measured(parser: argparse.ArgumentParser, *, skip: Collection[str] = ()
     _add_fields(parser, EngineConfig, skip=("record", "trace", *skip))
 
 
+def _add_lengths(parser: argparse.ArgumentParser) -> None:
+    for name in ("input", "output"):
+        parser.add_argument(
+            f"--{name}-len", type=_integer(1), nargs=2, default=(100, 1024), metavar=("MIN", "MAX"),
+            help="tokens, between these two (default: 100 1024)",
+        )  # fmt: skip
+
+
+def _check_lengths(args: argparse.Namespace) -> None:
+    for name, (low, high) in {"input": args.input_len, "output": args.output_len}.items():
+        if low > high:
+            args.parser.error(f"argument --{name}-len: MIN must be at most MAX, got {low} {high}")
+
+
+def _add_remote(parser: argparse.ArgumentParser, text: str) -> None:
+    parser.add_argument("--url", help=text)
+    parser.add_argument("--api-key", metavar="KEY", help="that the server at --url wants")
+
+
+def _refuse_engine_options(args: argparse.Namespace) -> None:
+    """A running server has its engine."""
+    prefix = EngineConfig.__name__ + "."
+    given = [name for name, value in vars(args).items() if name.startswith((prefix, "shape")) and value is not None]
+    if given:
+        flag = given[0].removeprefix(prefix).replace("_", "-")
+        args.parser.error(f"argument --{flag}: not with --url, whose server has an engine already")
+
+
 def _measured(args: argparse.Namespace) -> dict[str, Any]:
     """The same as arguments of what measures."""
     return {"options": _options(_from_args(EngineConfig, args)), "shape": args.shape, "output": args.output}
@@ -407,6 +502,17 @@ def _integer(low: int, high: int | None = None) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def _positive(text: str) -> float:
+    """A number above 0; ``inf`` is one."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
+    return value
 
 
 def _shapes(text: str) -> list[str]:
