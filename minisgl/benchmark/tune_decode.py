@@ -126,6 +126,7 @@ class Case:
         self.default = Variant(heads, 64, 4, 3, each)
 
     def run(self, variant: Variant, kv: Tensor, out: Tensor) -> None:
+        """Launch it once, on one layer's ``kv``."""
         decode_attention(
             self.q, kv, out, self.page_table, self.seq_lens, self.line, self.counters, scale=SCALE,
             num_programs=variant.each * self.num_multiprocessors, heads=variant.heads, block_rows=variant.block_rows,
