@@ -101,6 +101,10 @@ def _parser() -> argparse.ArgumentParser:
     prefill.add_argument(
         "--row", action="append", type=_row("NxIN"), metavar="NxIN", help="prompts, tokens of each (default: 32x1024)"
     )
+    host = _bench(bench, "host", _bench_host, "does the host keep up with the device?", repeats=None)
+    host.add_argument(
+        "--batch", action="append", type=_integer(1), metavar="N", help="requests; may be repeated (default: 1 to 512)"
+    )
     attention = _command(bench, "attention", _bench_attention, "attention kernels side by side, each against its floor")
     gemm = _command(bench, "gemm", _bench_gemm, "products of few tokens: our kernels against the library's")
     for parser_ in (attention, gemm):
@@ -281,6 +285,13 @@ def _bench_prefill(args: argparse.Namespace) -> int:
     from minisgl.benchmark.prefill import ROWS, bench_prefill  # draws in torch
 
     bench_prefill(rows=args.row or ROWS, repeats=args.repeats, **_measured(args))
+    return 0
+
+
+def _bench_host(args: argparse.Namespace) -> int:
+    from minisgl.benchmark.host import BATCHES, bench_host  # draws in torch
+
+    bench_host(batches=args.batch or BATCHES, **_measured(args))
     return 0
 
 

@@ -62,8 +62,7 @@ def test_float32_greedy_equals_cpu(prompts, reference, overlap, page_size, chunk
             assert compared > 0.8 * NUM_TOKENS * len(prompts)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize(("page_size", "overlap"), [(1, True), (16, False), (64, True)])
 @pytest.mark.parametrize("max_graph", [0, None])
 def test_our_kernels_and_graphs_in_float32(prompts, reference, overlap, page_size, max_graph):
     """E02. Fused kernels, Triton attention, graphs: the same tokens."""
@@ -80,8 +79,7 @@ def test_our_kernels_and_graphs_in_float32(prompts, reference, overlap, page_siz
 BACKENDS = ["torch", "triton", "flashinfer", "fa2,fa2", "fa2,xqa", "fa3,triton", "auto"]
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize(("page_size", "overlap"), [(16, True), (64, False)])
 @pytest.mark.parametrize("attention", BACKENDS)
 def test_bfloat16_greedy_equals_cpu_up_to_near_ties(prompts, reference, attention, page_size, overlap):
     if attention not in ("torch", "triton", "auto"):

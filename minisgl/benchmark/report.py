@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -15,7 +17,8 @@ import torch
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
-    """Device, versions, commit, command and date of a measurement made now."""
+    """Device, versions, commit, command and date of a measurement made now. Where the source is no repository, the
+    commit can be given as ``MINISGL_COMMIT``."""
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     if device.type == "cuda":
         name, versions["cuda"] = torch.cuda.get_device_name(device), str(torch.version.cuda)
@@ -27,10 +30,20 @@ def provenance(device: torch.device) -> dict[str, Any]:
     return {
         "device": name,
         "versions": versions,
-        "commit": _output("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD") or "unknown",
+        "commit": os.environ.get("MINISGL_COMMIT") or _commit(),
         "command": " ".join([_program(), *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
     }
+
+
+def source_digest() -> str:
+    """Of the source of `minisgl.kernels` and `minisgl.engine`: whether they have changed since a measurement."""
+    root, digest = Path(__file__).parent.parent, hashlib.sha256()
+    for room in ("engine", "kernels"):
+        for path in sorted((root / room).rglob("*")):
+            if path.suffix in (".py", ".json"):
+                digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def write_report(path: str | Path, what: str, device: torch.device, results: Mapping[str, Any]) -> None:
@@ -45,6 +58,10 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     cells = [names, *[[_number(row[name]) for name in names] for row in rows]]
     widths = [max(len(line[k]) for line in cells) for k in range(len(names))]
     return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) for line in cells)
+
+
+def _commit() -> str:
+    return _output("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD") or "unknown"
 
 
 def _program() -> str:
