@@ -7,12 +7,20 @@ import os
 import torch
 
 from minisgl.config import EngineConfig, ModelConfig
-from minisgl.launch import CPU_POOL_SHARE, find_context, find_device, find_dtype, find_model
+from minisgl.engine.attention import choose_attention
+from minisgl.launch import (
+    CPU_POOL_SHARE,
+    find_attention_shape,
+    find_context,
+    find_device,
+    find_dtype,
+    find_model,
+)
 from minisgl.model.registry import count_parameters
 
 
 def info(config: EngineConfig) -> str:
-    """Architecture, sizes, KV bytes a token, and what fits, as text.
+    """Architecture, sizes, KV bytes a token, attention kernels, and what fits, as text.
 
     Raises:
         ValueError: the model cannot be found or is not supported.
@@ -43,6 +51,9 @@ def info(config: EngineConfig) -> str:
         "parameters": f"{num_parameters:,}",
         "weights": f"{_size(weight_bytes)} in {name}",
         "KV cache": f"{token_bytes:,} bytes a token in {name}",
+        "attention": choose_attention(
+            config.attention, find_attention_shape(config, model, device, dtype), device=device
+        ).reason,
         "machine": f"{where}, {_size(total)}",
         "fits": f"about {num_tokens:,} tokens of KV in {_size(max(pool, 0))}: "
         f"{num_tokens / context:.1f} requests of {context} tokens",

@@ -64,13 +64,7 @@ def load_engine(config: EngineConfig, *, progress: bool = False) -> LoadedEngine
     model_config = ModelConfig.from_folder(folder)
     tokenizer = load_tokenizer(folder)
     dtype = find_dtype(config, model_config, device)
-    shape = AttentionShape(
-        dtype=dtype,
-        num_heads=model_config.num_heads,
-        num_kv_heads=model_config.num_kv_heads,
-        head_dim=model_config.head_dim,
-        page_size=find_page_size(config, device),
-    )
+    shape = find_attention_shape(config, model_config, device, dtype)
     kernels = load_kernels(config.kernels, device=device)
     attention = load_attention(config.attention, device=device, shape=shape)
     context = find_context(config, model_config)
@@ -156,6 +150,19 @@ def find_context(config: EngineConfig, model_config: ModelConfig) -> int:
     if context > most:
         raise ValueError(f"max_model_len {context} is beyond the model's context of {most} tokens")
     return context
+
+
+def find_attention_shape(
+    config: EngineConfig, model_config: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> AttentionShape:
+    """What the attention kernels have to serve."""
+    return AttentionShape(
+        dtype=dtype,
+        num_heads=model_config.num_heads,
+        num_kv_heads=model_config.num_kv_heads,
+        head_dim=model_config.head_dim,
+        page_size=find_page_size(config, device),
+    )
 
 
 def find_page_size(config: EngineConfig, device: torch.device) -> int:
