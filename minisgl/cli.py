@@ -80,7 +80,8 @@ def _parser() -> argparse.ArgumentParser:
 
     info = _command(commands, "info", _info, "say what a model is, and how much of it fits on this machine")
     info.add_argument("model_name", nargs="?", metavar="MODEL", help='"tiny", a folder, or a hub id (default: tiny)')
-    _add_fields(info, EngineConfig, only=("device", "dtype", "page_size", "attention", "memory_fraction", "max_model_len"))
+    shown = ("device", "dtype", "page_size", "attention", "memory_fraction", "max_model_len")
+    _add_fields(info, EngineConfig, only=shown)
 
     bench = commands.add_parser("bench", help="measure", description="Measure.").add_subparsers(
         metavar="WHAT", required=True
