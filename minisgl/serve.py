@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -109,6 +110,10 @@ def _stop_on_signals() -> asyncio.Event:
 
 def _announce(name: str) -> Callable[[Addresses], None]:
     def announce(at: Addresses) -> None:
+        # What there is now stays, and is most of what there will be: the garbage collector, which would stop all
+        # streams for 100 ms each time it looks at everything, need not look at it again.
+        gc.collect()
+        gc.freeze()
         host = f"[{at.host}]" if ":" in at.host else at.host
         print(f"{name} is served at http://{host}:{at.port}", flush=True)
         if at.admin_port is not None:

@@ -7,6 +7,7 @@ and no torch.
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable
@@ -203,6 +204,8 @@ def run_worker(load: Callable[[], Tokenizer], folder: Path) -> None:
         poller = zmq.Poller()
         poller.register(front.socket, zmq.POLLIN)
         poller.register(engine.socket, zmq.POLLIN)
+        gc.collect()
+        gc.freeze()  # the tokenizer stays, and the collector need not look at it while streams wait
         while True:
             poller.poll()
             for request in front.drain():
