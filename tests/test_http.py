@@ -435,6 +435,15 @@ def test_without_the_key_every_route_but_the_probes_is_closed(key: str | None) -
     assert ask("/v1/models", config=config, headers={"authorization": "Bearer s3cret"}).status_code == 200
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "my.host"])
+def test_beyond_loopback_there_is_a_key_or_the_word_that_there_is_none(host: str) -> None:
+    with pytest.raises(ValueError, match=r"give an api_key, or .none. to let everybody$"):
+        ServerConfig(host=host)
+    paths = {key: ask("/v1/models", config=ServerConfig(host=host, api_key=key)).status_code for key in ("k", "none")}
+    assert paths == {"k": 401, "none": 200}
+    assert all(ServerConfig(host=here).api_key is None for here in ("localhost", "127.0.0.1", "127.1.2.3", "::1"))
+
+
 @pytest.mark.parametrize(("host", "passes"), [
     ("127.0.0.1:8000", True), ("localhost", True), ("[::1]:8000", True), ("10.1.2.3", True), ("my.host:80", True),
     ("evil.example", False), ("evil.example:8000", False), ("", False), ("[x", False),
@@ -854,6 +863,23 @@ def test_requests_in_a_row_before_an_answer_are_cut_off(dawdler: tuple[FakeClien
     post += b"content-length: %d\r\n\r\n%s" % (len(body), body)
     assert send_slowly(base, [post, b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"]) in (b"cut off", b"closed")
     wait_for(lambda: not client.running, 1.0)
+
+
+def test_one_connection_too_many_is_told_to_come_back() -> None:
+    """O10: whoever is connected is served, and who leaves makes room."""
+    with serving(FakeClient(), max_connections=2) as (at, _), contextlib.ExitStack() as stack:
+        base = f"http://127.0.0.1:{at.port}"
+        first = stack.enter_context(httpx.Client())
+        assert first.get(base + "/health").status_code == 200
+        idle = stack.enter_context(socket.create_connection(("127.0.0.1", at.port)))
+        with socket.create_connection(("127.0.0.1", at.port)) as sock:
+            sock.settimeout(5)
+            answer = b"".join(iter(lambda: sock.recv(1000), b""))
+        assert answer.startswith(b"HTTP/1.1 503 ") and b"retry-after: 1" in answer
+        assert first.get(base + "/health").status_code == 200
+        idle.close()
+        time.sleep(0.1)
+        assert httpx.get(base + "/health").status_code == 200
 
 
 def test_a_reader_that_never_reads_is_cut_off() -> None:

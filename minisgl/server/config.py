@@ -5,6 +5,7 @@ Chapter 1 tells this module's story. Frozen, and checked when made, so that a wr
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ _INTEGERS = {
     "max_waiting": (1, 2**31 - 1),
     "max_waiting_tokens": (1, 2**31 - 1),
     "max_body_bytes": (1024, 2**31 - 1),
+    "max_connections": (1, 2**31 - 1),
 }
 _SECONDS = (
     "max_first_token_s",
@@ -39,7 +41,8 @@ class ServerConfig:
     Args:
         host: address to listen at; others than loopback want an api_key.
         port: port of the API; 0 takes a free one.
-        api_key: what clients must send as a bearer token; None: nothing.
+        api_key: what clients must send as a bearer token; None: nothing, but then host must be loopback; "none": nothing,
+            wherever it listens.
         admin_key: the same for flushing, aborting and the live page; None: only from admin_port, or not at all.
         admin_port: port of a second listener, on loopback, for these; 0 takes a free one; None: there is none.
         served_model_name: the model's name in the API; None: as the engine was asked for it.
@@ -52,6 +55,7 @@ class ServerConfig:
         max_waiting_tokens: the same for the sum of their prompts' tokens.
         max_first_token_s: longest predicted time to the first token that is still accepted; None: any.
         max_body_bytes: longest body of a request.
+        max_connections: most connections at once, for each listener; further ones are told to come back later.
         request_timeout_s: a request that takes longer is aborted; None: it may take as long as it likes.
         header_timeout_s: a client that takes longer to send its request is cut off.
         reader_timeout_s: a client that reads nothing for longer, while there is something to read, is cut off.
@@ -78,6 +82,7 @@ class ServerConfig:
     max_waiting_tokens: int = 2**20
     max_first_token_s: float | None = None
     max_body_bytes: int = 2**23
+    max_connections: int = 4096
     request_timeout_s: float | None = None
     header_timeout_s: float = 10.0
     reader_timeout_s: float = 60.0
@@ -109,3 +114,17 @@ class ServerConfig:
             object.__setattr__(self, name, tuple(values))
         if self.restart and self.in_process:
             raise ValueError("restart needs an engine in a process of its own; leave in_process out")
+        if self.api_key is None and not _is_loopback(self.host):
+            raise ValueError(f'at host {self.host!r} others could ask: give an api_key, or "none" to let everybody')
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether clients must send a key."""
+        return self.api_key not in (None, "none")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

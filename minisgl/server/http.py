@@ -127,7 +127,7 @@ def create_app(
     """
     front = Front(client, config) if front is None else front
     with_admin = admin or config.admin_key is not None
-    keys = {key for key in (config.api_key, config.admin_key) if key is not None and config.api_key is not None}
+    keys = {key for key in (config.api_key, config.admin_key) if key is not None and config.needs_key}
     app = FastAPI(
         title="minisgl",
         version=minisgl.__version__,

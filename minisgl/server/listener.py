@@ -24,6 +24,7 @@ from minisgl.server.front import Front
 from minisgl.server.http import create_app
 
 ABORT_GRACE_S = 5.0  # for the last words of answers that were cut short at the end
+_TOO_MANY = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +137,9 @@ def _protocol(config: ServerConfig) -> type[asyncio.Protocol]:
         def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
             self._expect_within(config.header_timeout_s)
+            if len(self.connections) > config.max_connections:
+                transport.write(_TOO_MANY)
+                transport.close()
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._expect_within(None)
