@@ -41,7 +41,7 @@ class ServerConfig:
     Args:
         host: address to listen at; others than loopback want an api_key.
         port: port of the API; 0 takes a free one.
-        api_key: what clients must send as a bearer token; None: nothing, but then host must be loopback; "none": nothing,
+        api_key: what clients must send as a bearer token; None: nothing, and host must be loopback; "none": nothing,
             wherever it listens.
         admin_key: the same for flushing, aborting and the live page; None: only from admin_port, or not at all.
         admin_port: port of a second listener, on loopback, for these; 0 takes a free one; None: there is none.
