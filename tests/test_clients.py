@@ -84,6 +84,19 @@ def test_an_echo_answers_with_its_prompt(loop: Loop, slow: Client) -> None:
     assert (answer.text, answer.finish_reason, answer.stop_reason) == ("Once ", "stop", "up")
 
 
+def test_a_stop_string_ends_the_request_in_the_engine_too(loop: Loop, slow: Client) -> None:
+    """S12: at once, not when all tokens are there."""
+
+    async def scenario() -> None:
+        before = (await slow.stats()).output_tokens
+        [answer] = completions(await read(slow, ask("a", SamplingParams(max_tokens=400, ignore_eos=True, stop="time"))))
+        assert (answer.text, answer.stop_reason, len(answer.token_ids)) == ("Once upon a ", "time", 4)
+        await idle(slow)
+        assert (await slow.stats()).output_tokens - before < 20
+
+    loop.run(scenario())
+
+
 def test_tokens_and_texts(loop: Loop, tiny: Client) -> None:
     ids = loop.run(tiny.tokenize(ask("t", text="Once upon a time")))
     assert loop.run(tiny.detokenize(ids)) == "Once upon a time"
@@ -145,7 +158,7 @@ def test_a_template_that_raises_is_its_requests_error_alone(loop: Loop, tmp_path
     async def scenario() -> None:
         client = await start_client(ENGINE, echo(in_process=True, chat_template=template))
         one = [{"role": "user", "content": "Once upon a time"}]
-        with pytest.raises(RequestRefused, match="two in a row"):
+        with pytest.raises(RequestRefused, match=r"^the chat template raised: two in a row$"):
             await read(client, ask("a", SamplingParams(), messages=one * 2))
         assert completions(await read(client, ask("a", SamplingParams(), messages=one)))[0].text == "Once upon a time"
         await client.close()

@@ -346,6 +346,44 @@ def children() -> list[str]:
     return mine
 
 
+CHILD = """
+import time
+from minisgl.server.processes import live_with_parent
+print(live_with_parent().decode().strip(), flush=True)
+time.sleep(60)
+"""
+PARENT = f"""
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", {CHILD!r}])  # with the stdin that it has itself
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+def test_a_child_sees_the_end_of_the_pipe() -> None:
+    """O07, where no operating system helps."""
+    with subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdin is not None and child.stdout is not None
+        child.stdin.write(b"job\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == b"job\n" and child.poll() is None
+        child.stdin.close()
+        assert child.wait(5) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux's own")
+def test_linux_ends_a_child_with_its_parent() -> None:
+    """O07: even one that cannot look at its pipe."""
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        assert parent.stdin is not None and parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        parent.stdin.write(b"job\n")
+        parent.stdin.flush()
+        assert parent.stdout.readline() == b"job\n" and is_alive(pid)
+        parent.kill()
+        wait_for_end_of([pid])  # the pipe is open still
+
+
 # ------------------------------------------------------------------------------------------------ the command
 
 

@@ -22,8 +22,8 @@ def describe(scheduler: Scheduler) -> str:
 def snapshot(scheduler: Scheduler) -> dict[str, Any]:
     """The same as values that any encoder knows, at most `MOST_SHOWN` of each kind.
 
-    ``waiting``, ``running`` and ``retiring`` requests with their rows and pages; ``tree``: its nodes, each below the one
-    before it with a ``depth`` less by one; ``in_transit``: page ids. Pages that are named nowhere are free.
+    ``waiting``, ``running`` and ``retiring`` requests with their rows and pages; ``tree``: its nodes, each a child of
+    the last one before it whose ``depth`` is less by one; ``in_transit``: page ids. Pages named nowhere are free.
     """
     kv = scheduler.kv
     return {
