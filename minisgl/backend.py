@@ -55,12 +55,24 @@ async def start_client(engine: EngineConfig, server: ServerConfig) -> Client:
     if server.in_process:
         link = ThreadLink(lambda: (load(engine, server, folder), tokenizer_of(server, folder)))
     else:
+        record = None if server.record_wire is None else _folder_of(server.record_wire)
         link = ProcessLink(
-            command(engine, server, folder), restart=server.restart, step_deadline_s=server.step_deadline_s
+            command(engine, server, folder),
+            restart=server.restart,
+            step_deadline_s=server.step_deadline_s,
+            record=record,
         )
     client = Client(link, heartbeat_s=server.heartbeat_s, log_prompts=server.log_prompts)
     await client.start()
     return client
+
+
+def _folder_of(record: str) -> Path:
+    try:
+        Path(record).mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot record into {record}: {error.strerror}") from error
+    return Path(record)
 
 
 def command(

@@ -30,7 +30,7 @@ _SECONDS = (
     "echo_rate",
 )
 _SWITCHES = ("in_process", "echo", "restart", "log_prompts")
-_TEXTS = ("host", "api_key", "admin_key", "served_model_name", "chat_template")
+_TEXTS = ("host", "api_key", "admin_key", "served_model_name", "chat_template", "record_wire")
 _LISTS = ("allowed_hosts", "allowed_origins")
 
 
@@ -65,6 +65,7 @@ class ServerConfig:
         allowed_hosts: further values of the Host header, beside host and loopback.
         allowed_origins: values of the Origin header that pages may call from.
         log_prompts: write prompts and answers to the log too.
+        record_wire: folder in which the processes write down what they say to each other, prompts included.
     """
 
     host: str = "127.0.0.1"
@@ -92,6 +93,7 @@ class ServerConfig:
     allowed_hosts: Sequence[str] = ()
     allowed_origins: Sequence[str] = ()
     log_prompts: bool = False
+    record_wire: str | None = None
 
     def __post_init__(self) -> None:
         for name, (low, high) in _INTEGERS.items():
@@ -114,6 +116,8 @@ class ServerConfig:
             object.__setattr__(self, name, tuple(values))
         if self.restart and self.in_process:
             raise ValueError("restart needs an engine in a process of its own; leave in_process out")
+        if self.record_wire is not None and self.in_process:
+            raise ValueError("record_wire needs processes that talk to each other; leave in_process out")
         if self.api_key is None and not _is_loopback(self.host):
             raise ValueError(f'at host {self.host!r} others could ask: give an api_key, or "none" to let everybody')
 

@@ -27,7 +27,18 @@ from typing import Any
 import zmq
 
 from minisgl.server.client import EngineDied
-from minisgl.server.wire import BrokenWire, Heartbeat, Message, Receiver, Seen, Sender, Started, ToFront, address
+from minisgl.server.wire import (
+    RECORD,
+    BrokenWire,
+    Heartbeat,
+    Message,
+    Receiver,
+    Seen,
+    Sender,
+    Started,
+    ToFront,
+    address,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -46,14 +57,21 @@ class ProcessLink:
         command: argv of a role's process, and the line that it finds on its stdin, given the folder for the sockets.
         restart: start again after a death; pauses grow from one second to half a minute.
         step_deadline_s: an engine whose loop has not turned for this long is killed.
+        record: an existing folder, in which all write down what they send; None: nobody does.
     """
 
     def __init__(
-        self, command: Callable[[str, Path], tuple[Sequence[str], bytes]], *, restart: bool, step_deadline_s: float
+        self,
+        command: Callable[[str, Path], tuple[Sequence[str], bytes]],
+        *,
+        restart: bool,
+        step_deadline_s: float,
+        record: Path | None = None,
     ) -> None:
         self._command = command
         self._restart = restart
         self._deadline_s = step_deadline_s
+        self._record = record
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._folder: Path | None = None
         self._context: zmq.Context[Any] | None = None
@@ -104,6 +122,8 @@ class ProcessLink:
         if len(address(self._folder, "worker", "engine")) > 100:  # a Unix socket's path holds 107 bytes
             shutil.rmtree(self._folder)
             self._folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir="/tmp"))
+        if self._record is not None:
+            (self._folder / RECORD).symlink_to(self._record.resolve(), target_is_directory=True)
         self._broken = asyncio.get_running_loop().create_future()
         self._heartbeat_s = None
         self._context = zmq.Context()

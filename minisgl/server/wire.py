@@ -7,11 +7,17 @@ looks at `Sender.is_ahead`, and then waits or merges.
 
 A frame is a sequence number of 8 bytes and a message in msgpack. Frame 0 is the handshake; a number that is not the
 next one, or bytes that are no message, are fatal.
+
+If the folder of the sockets has a folder `RECORD` in it, each sender also writes its frames down there, as they leave;
+`minisgl.server.wire_record` reads them.
 """
 
 from __future__ import annotations
 
+import os
 import struct
+import time
+from io import FileIO
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -25,7 +31,9 @@ from minisgl.utils import Int32Array
 
 VERSION = 1
 WINDOW = 64  # messages that a sender may be ahead of what its receiver has confirmed
+RECORD = "record"  # folder beside the sockets, or a link to one
 _NUMBER = struct.Struct("<Q")
+ENTRY = struct.Struct("<dI")  # before each recorded frame: the clock in seconds, and how many bytes follow
 T = TypeVar("T")
 
 
@@ -248,6 +256,7 @@ class Sender:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(address(folder, sender, receiver))
         self._encoder = msgspec.msgpack.Encoder()
+        self._record = _open_record(folder, sender, receiver)
         self.number = -1
         self.num_seen = -1
         self.send(Hello(VERSION, sender))
@@ -262,11 +271,25 @@ class Sender:
         and nothing is sent then."""
         body = self._encoder.encode(message)
         self.number += 1
-        self._socket.send(_NUMBER.pack(self.number) + body, zmq.NOBLOCK, copy=len(body) < 65536)
+        frame = _NUMBER.pack(self.number) + body
+        if self._record is not None:
+            self._record.write(ENTRY.pack(time.monotonic(), len(frame)) + frame)
+        self._socket.send(frame, zmq.NOBLOCK, copy=len(body) < 65536)
 
     def close(self) -> None:
         """Close at once; what was not delivered is dropped."""
         self._socket.close()
+        if self._record is not None:
+            self._record.close()
+
+
+def _open_record(folder: Path, sender: str, receiver: str) -> FileIO | None:
+    """Where a sender's frames go too, if they are asked for. They hold prompts, so that the file is for its owner
+    alone; and they are written at once, for processes are killed."""
+    if not (folder / RECORD).is_dir():
+        return None
+    path = folder / RECORD / f"{sender}-{receiver}.frames"
+    return FileIO(path, "a", opener=lambda name, flags: os.open(name, flags, 0o600))
 
 
 class Receiver(Generic[T]):
