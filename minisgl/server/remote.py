@@ -69,11 +69,11 @@ def changes(params: SamplingParams) -> dict[str, Any]:
 
 def _texts(answer: http.client.HTTPResponse) -> Generator[str, None, None]:
     while line := answer.readline():
-        data = line.removeprefix(b"data: ").strip()
+        if not line.startswith(b"data:"):  # an empty line, or a comment
+            continue
+        data = line.removeprefix(b"data:").strip()
         if data == b"[DONE]":
             return
-        if not data:
-            continue
         event = json.loads(data)
         if "error" in event:
             raise RuntimeError(event["error"]["message"])
