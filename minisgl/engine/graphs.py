@@ -15,6 +15,7 @@ import itertools
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -208,6 +209,28 @@ class GraphCapture:
             time.monotonic() - started,
         )
         return graphs
+
+    def compile_products(self, max_requests: int) -> None:
+        """Let the kernels of all products be compiled side by side. They differ with the number of tokens, and one
+        after the other they would take most of the start."""
+        model, device = self.runner.model, self.runner.table.device
+        layer, dtype = model.model.layers[0], self.runner.kv.layers[0].dtype
+        attention, mlp = layer.self_attn, layer.mlp
+
+        def run(num_tokens: int) -> None:
+            def new(width: int) -> Tensor:
+                return torch.zeros(num_tokens, width, dtype=dtype, device=device)
+
+            with torch.no_grad(), torch.cuda.device(device):
+                stream = new(model.config.hidden_size)
+                attention.qkv_proj(stream, layer.input_layernorm)
+                attention.o_proj(new(attention.o_proj.weight.shape[1]), stream)
+                mlp(stream, layer.post_attention_layernorm)
+                model.logits(stream)
+
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(run, decode_buckets(max_requests)))
+        torch.cuda.synchronize(device)
 
     @torch.no_grad()
     def worthwhile_token_buckets(self, max_tokens: int) -> tuple[int, ...]:

@@ -61,6 +61,7 @@ def measure(runner: ModelRunner, sizes: SchedulerConfig, *, max_graph_requests: 
         for params in (SamplingParams(max_tokens=1), SamplingParams(max_tokens=1, top_p=0.9, logprobs=20))
     )
     capture = GraphCapture(runner, max_seq_len=sizes.max_model_len)
+    capture.compile_products(max_graph_requests)
     buckets = decode_buckets(max_graph_requests)
     graph_bytes, token_buckets = 0, ()
     if buckets:
