@@ -60,10 +60,16 @@ TYPES |= dict.fromkeys("slot_mapping seeds positions best_ids last_tokens last_t
 TYPES |= dict.fromkeys("input_ids words".split(), "*i64")
 
 def check(kernel, **constants):
+    if "PDL" in kernel.arg_names:
+        constants["PDL"] = True
     signature = {n: "constexpr" if n in constants else TYPES.get(n, "i32") for n in kernel.arg_names}
     compiled = triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32))
     assert "cubin" in compiled.asm
-    return compiled.asm["ptx"]
+    ptx = compiled.asm["ptx"]
+    if "PDL" in constants:  # no program ends, and nothing is stored, before the wait
+        before = ptx[: ptx.index("griddepcontrol.wait")]
+        assert "griddepcontrol.launch_dependents" in before and "st.global" not in before and "ret;" not in before
+    return ptx
 """
 
 

@@ -20,7 +20,7 @@ from minisgl.benchmark.ceilings import Ceilings, measure_ceilings
 from minisgl.benchmark.report import table, write_report
 from minisgl.benchmark.shapes import SHAPES
 from minisgl.benchmark.timing import time_calls
-from minisgl.kernels.triton_elementwise import rms_norm, silu_and_mul
+from minisgl.kernels.triton_elementwise import rms_norm
 from minisgl.kernels.triton_linear import (
     BUCKETS,
     CUBLAS,
@@ -32,7 +32,7 @@ from minisgl.kernels.triton_linear import (
     table_as_json,
 )
 
-Kind = Literal["norm", "add", "silu add", "plain"]
+Kind = Literal["norm", "norm silu", "add", "plain"]
 
 MAX_ERROR = 1e-2
 """Greatest ``|result - exact| / |exact|`` of a kernel that may be chosen. Rounding to bfloat16 two or three times gives
@@ -70,8 +70,8 @@ def products(model: str, config: dict[str, Any]) -> list[Product]:
     return [
         Product(model, "qkv", q + 2 * kv, hidden, "norm", layers),
         Product(model, "o", hidden, q, "add", layers),
-        Product(model, "gate_up", 2 * size, hidden, "norm", layers),
-        Product(model, "down", hidden, size, "silu add", layers),
+        Product(model, "gate_up", 2 * size, hidden, "norm silu", layers),
+        Product(model, "down", hidden, size, "add", layers),
         Product(model, "head", config["vocab_size"], hidden, "plain", 1),
     ]
 
@@ -112,24 +112,24 @@ class _Case:
 
     def __init__(self, product: Product, device: torch.device, dtype: torch.dtype) -> None:
         self.product, self.device = product, device
-        n, k, silu = product.n, product.k, product.kind == "silu add"
+        n, k, silu = product.n, product.k, "silu" in product.kind
 
         def randn(*shape: int, scale: float = 1.0) -> Tensor:
             return torch.randn(shape, device=device, dtype=torch.float32).mul_(scale).to(dtype)
 
-        self.x = randn(MAX_TOKENS, 2 * k if silu else k)
+        self.x = randn(MAX_TOKENS, k)
         self.norm_weight = randn(k, scale=0.2) + 1
-        self.before = randn(MAX_TOKENS, n)
+        self.before = randn(MAX_TOKENS, n // 2 if silu else n)
         self.out = self.before.clone()
         copies = max(2, -(-_COLD_BYTES // (n * k * dtype.itemsize))) if device.type == "cuda" else 2
         self.weights = [torch.empty((n, k), device=device, dtype=dtype).normal_(std=k**-0.5) for _ in range(copies)]
         x = self.x.double()
-        if product.kind == "norm":
+        if "norm" in product.kind:
             x = x * (x.square().mean(-1, keepdim=True) + _EPS).rsqrt() * self.norm_weight.double()
-        if silu:
-            gate, up = x.chunk(2, dim=-1)
-            x = gate * gate.sigmoid() * up
         self.exact = x @ self.weights[0].double().t()
+        if silu:
+            gate, up = self.exact.chunk(2, dim=-1)
+            self.exact = gate * gate.sigmoid() * up
         if "add" in product.kind:
             self.exact += self.before.double()
 
@@ -139,12 +139,10 @@ class _Case:
         out = (
             self.before[:num_tokens].clone() if "add" in kind else torch.full_like(self.before[:num_tokens], torch.nan)
         )
-        norm: tuple[Tensor, float] | None = (self.norm_weight, _EPS) if kind == "norm" else None
-        silu = kind == "silu add"
-        if not path.fused:
-            x = rms_norm(x, *norm) if norm is not None else silu_and_mul(x) if silu else x
-            norm, silu = None, False
-        skinny(path, x, self.weights[0], out, norm=norm, silu=silu, add="add" in kind)
+        norm: tuple[Tensor, float] | None = (self.norm_weight, _EPS) if "norm" in kind else None
+        if norm is not None and not path.fused:
+            x, norm = rms_norm(x, *norm), None
+        skinny(path, x, self.weights[0], out, norm=norm, silu="silu" in kind, add="add" in kind)
         exact = self.exact[:num_tokens]
         return float((out.double() - exact).norm() / exact.norm())
 
@@ -161,8 +159,8 @@ class _Case:
                 return lambda: functions.norm_linear(x, self.norm_weight, _EPS, weight)
             case "add":
                 return lambda: functions.linear_add(x, weight, out)
-            case "silu add":
-                return lambda: functions.silu_linear_add(x, weight, out)
+            case "norm silu":
+                return lambda: functions.norm_linear_silu(x, self.norm_weight, _EPS, weight)
             case "plain":
                 return lambda: functions.linear(x, weight)
 
@@ -271,7 +269,7 @@ def _paths(product: Product, num_tokens: int, max_candidates: int) -> list[Linea
     """With more tokens every program does more of a prologue that a kernel of its own would do once: the likeliest are
     also tried without it."""
     paths = candidates(num_tokens)[:max_candidates]
-    if num_tokens > 4 and product.kind in ("norm", "silu add"):
+    if num_tokens > 4 and "norm" in product.kind:
         paths += [replace(path, fused=False) for path in paths[:3]]
     return paths
 

@@ -26,7 +26,7 @@ from minisgl.scheduler import Scheduler
 from minisgl.scheduler.plan import StepResult
 
 # A layer in as few kernels as this engine has found sense in: QKV product with the norm before it; norms of Q and K
-# with rotary and KV write; attention; O product; gate and up with their norm; down with the activation.
+# with rotary and KV write; attention; O product; gate and up with their norm and activation; down.
 KERNELS_PER_LAYER = 6
 # Prepare the batch, embedding, last norm, head, sampling, and the tokens' way to the host.
 KERNELS_PER_STEP = 6

@@ -23,7 +23,7 @@ class Kernels:
 
     Args:
         name: "torch" or "triton".
-        norm_linear, linear_add, silu_linear_add: `minisgl.kernels.linear`.
+        norm_linear, norm_linear_silu, linear_add: `minisgl.kernels.linear`.
         norm_rotary_store: `minisgl.kernels.rotary`.
         copy_pages: `minisgl.kernels.kv`.
         prepare_step: `minisgl.kernels.prepare`.
@@ -32,8 +32,8 @@ class Kernels:
 
     name: str
     norm_linear: Callable[[Tensor, Tensor, float, Tensor, Tensor | None], Tensor]
+    norm_linear_silu: Callable[[Tensor, Tensor, float, Tensor, Tensor | None], Tensor]
     linear_add: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-    silu_linear_add: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
     norm_rotary_store: Callable[..., Tensor]
     copy_pages: Callable[[Tensor, Tensor], None]
     prepare_step: Callable[..., None]
@@ -44,8 +44,8 @@ class Kernels:
 PLAIN = Kernels(
     name="torch",
     norm_linear=linear.norm_linear,
+    norm_linear_silu=linear.norm_linear_silu,
     linear_add=linear.linear_add,
-    silu_linear_add=linear.silu_linear_add,
     norm_rotary_store=rotary.norm_rotary_store,
     copy_pages=kv.copy_pages,
     prepare_step=prepare.prepare_step,

@@ -49,6 +49,21 @@ def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias
     return F.linear(rms_norm(x, norm_weight, eps), weight, bias)
 
 
+def norm_linear_silu(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``silu_and_mul(rms_norm(x) W^T + b)``: the first half of a gated feed-forward block.
+
+    Args:
+        x: ``[M, K]``, the residual stream.
+        norm_weight: ``[K]``.
+        weight: ``[2 * F, K]``, gate first.
+        bias: ``[2 * F]``.
+
+    Returns:
+        ``[M, F]``.
+    """
+    return silu_and_mul(norm_linear(x, norm_weight, eps, weight, bias))
+
+
 def linear_add(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None) -> Tensor:
     """``residual += x W^T + b``, in place: what adds to the residual stream.
 
@@ -62,18 +77,3 @@ def linear_add(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None 
         ``residual``.
     """
     return residual.add_(F.linear(x, weight, bias))
-
-
-def silu_linear_add(gate_up: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``residual += silu_and_mul(gate_up) W^T + b``, in place: the second half of a gated feed-forward block.
-
-    Args:
-        gate_up: ``[M, 2 * K]``, gate first.
-        weight: ``[N, K]``.
-        residual: ``[M, N]``, written in place; shares no memory with ``gate_up``.
-        bias: ``[N]``.
-
-    Returns:
-        ``residual``.
-    """
-    return linear_add(silu_and_mul(gate_up), weight, residual, bias)

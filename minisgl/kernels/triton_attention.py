@@ -33,6 +33,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minisgl.kernels.triton_launch import let_next_begin, pdl_options, wait_for_previous
+
 _MIN_ROWS = 16  # the least number of rows that `tl.dot` takes
 _LOG2_E = math.log2(math.e)  # weights are powers of 2, which the hardware has an instruction for
 
@@ -94,8 +96,11 @@ def _prefill_kernel(
     q_stride, out_stride, v_offset, table_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, WIDEN: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """A program for each KV head and block of a request's queries."""
+    let_next_begin(PDL)
+    wait_for_previous(PDL)
     # The last blocks see most tokens. They begin first, so that no long one is left over at the end.
     kv_head, block = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP  # queries of a block, each with GROUP heads
@@ -146,8 +151,10 @@ def _prefill_kernel(
 
 
 @triton.jit(do_not_specialize=["num_requests"])
-def _line_kernel(seq_lens, line, num_requests, BLOCK_R: tl.constexpr):
+def _line_kernel(seq_lens, line, num_requests, BLOCK_R: tl.constexpr, PDL: tl.constexpr):
     """Where each request begins in the line, and behind them the line's end. One program."""
+    let_next_begin(PDL)
+    wait_for_previous(PDL)
     each = tl.arange(0, BLOCK_R)
     there = each < num_requests
     lengths = tl.load(seq_lens + each, mask=there, other=0)
@@ -202,9 +209,11 @@ def _decode_kernel(
     q_stride, out_stride, v_offset, table_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr, WIDEN: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Each program walks over its stretch of the line, item by item."""
+    let_next_begin(PDL)
+    wait_for_previous(PDL)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     NUM_SETS: tl.constexpr = NUM_KV_HEADS // HEADS
     SIZE: tl.constexpr = HEADS * GROUP  # query heads of an item
@@ -348,7 +357,7 @@ def prefill_attention(
         NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, PAGE_SIZE=kv.shape[2],
         BLOCK_R=_block_r(num_requests), BLOCK_M=block_m, BLOCK_K=block_k or _block_rows(kv),
         BLOCK_D=_block_d(head_dim), WIDEN=_widen(q.dtype),
-        num_warps=num_warps, num_stages=num_stages, maxnreg=max_registers,
+        num_warps=num_warps, num_stages=num_stages, maxnreg=max_registers, **pdl_options(q.device),
     )  # fmt: skip
 
 
@@ -363,7 +372,7 @@ def lay_out(seq_lens: Tensor) -> Tensor:
     """
     num_requests = seq_lens.shape[0]
     line = torch.empty(num_requests + 1, dtype=torch.int32, device=seq_lens.device)
-    _line_kernel[1,](seq_lens, line, num_requests, BLOCK_R=_block_r(num_requests))
+    _line_kernel[1,](seq_lens, line, num_requests, BLOCK_R=_block_r(num_requests), **pdl_options(seq_lens.device))
     return line
 
 
@@ -414,6 +423,7 @@ def decode_attention(
         BLOCK_K=(block_rows or _block_rows(kv)) // heads, BLOCK_D=block_d,
         BLOCK_S=block_s, BLOCK_P=max(1, num_warps * 512 // (block_s * block_d)),  # 16 registers of a thread
         WIDEN=_widen(q.dtype), num_warps=num_warps, num_stages=num_stages, maxnreg=max_registers,
+        **pdl_options(q.device),
     )  # fmt: skip
 
 

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minisgl.kernels.triton_launch import let_next_begin, pdl_options, wait_for_previous
+
 # More tokens than this fill the device many times: bytes a second count then, not how soon a program ends.
 _MANY = 512
 
@@ -23,15 +25,17 @@ def _round(x, dtype: tl.constexpr):
 @triton.jit
 def _rms_norm_kernel(
     x, residual, weight, out, total, eps, x_stride, residual_stride,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program for each row; the row stays in registers between the sum and the norm."""
+    let_next_begin(PDL)
     dtype: tl.constexpr = out.dtype.element_ty
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     mask = columns < SIZE
-    value = tl.load(x + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    # Asked for before the sum, which all threads wait for.
+    # Asked for before the sum, which all threads wait for, and before what the kernel waits for.
     factor = tl.load(weight + columns, mask=mask, other=0.0)
+    wait_for_previous(PDL)
+    value = tl.load(x + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
     if ADD:
         value += tl.load(residual + row * residual_stride + columns, mask=mask, other=0.0).to(tl.float32)
         value = _round(value, dtype)
@@ -47,8 +51,9 @@ def _num_warps(block: int, num_rows: int) -> int:
     return min(max(block // (32 * each), 1), 16)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, num_warps: int | None = None) -> Tensor:
-    """`minisgl.kernels.norm.rms_norm`: ``[..., D]`` and ``[D]`` to ``[..., D]``; ``num_warps`` a row."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, num_warps: int | None = None, pdl: bool = True) -> Tensor:
+    """`minisgl.kernels.norm.rms_norm`: ``[..., D]`` and ``[D]`` to ``[..., D]``; ``num_warps`` a row; ``pdl`` as in
+    `pdl_options`."""
     rows = x.reshape(-1, x.shape[-1])
     assert rows.stride(1) == 1 and weight.is_contiguous()
     out, block = torch.empty(x.shape, dtype=x.dtype, device=x.device), triton.next_power_of_2(x.shape[-1])
@@ -56,6 +61,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, num_warps: int | None = N
         _rms_norm_kernel[(rows.shape[0],)](
             rows, rows, weight, out, out, eps, rows.stride(0), 0,
             SIZE=x.shape[-1], BLOCK=block, ADD=False, num_warps=num_warps or _num_warps(block, rows.shape[0]),
+            **pdl_options(x.device, pdl),
         )  # fmt: skip
     return out
 
@@ -68,7 +74,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     if x.shape[0]:
         _rms_norm_kernel[(x.shape[0],)](
             x, residual, weight, out, total, eps, x.stride(0), residual.stride(0),
-            SIZE=x.shape[1], BLOCK=block, ADD=True, num_warps=_num_warps(block, x.shape[0]),
+            SIZE=x.shape[1], BLOCK=block, ADD=True, num_warps=_num_warps(block, x.shape[0]), **pdl_options(x.device),
         )  # fmt: skip
     return out, total
 
@@ -118,8 +124,11 @@ def _norm_rotary_store_kernel(
     qkv, q_weight, k_weight, cos, sin, q_out, kv, slot_mapping, eps, qkv_stride, cos_stride, sin_stride, v_offset,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr,
     NORM: tl.constexpr, HEADS: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """A program for each token and ``HEADS`` heads of Q, of K or of V: never of two of them."""
+    let_next_begin(PDL)
+    wait_for_previous(PDL)
     Q_TILES: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     KV_TILES: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
     TILES: tl.constexpr = Q_TILES + 2 * KV_TILES
@@ -194,12 +203,15 @@ def norm_rotary_store(
             NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=dim, PAIRS=pairs, NORM=q_weight is not None,
             HEADS=heads, BLOCK_F=triton.next_power_of_2(pairs),
             BLOCK_REST=triton.next_power_of_2(max(dim - 2 * pairs, 1)), BLOCK_D=block_d, num_warps=num_warps,
+            **pdl_options(qkv.device),
         )  # fmt: skip
     return out
 
 
 @triton.jit
-def _silu_and_mul_kernel(x, out, size, x_stride, BLOCK: tl.constexpr):
+def _silu_and_mul_kernel(x, out, size, x_stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    let_next_begin(PDL)
+    wait_for_previous(PDL)
     dtype: tl.constexpr = out.dtype.element_ty
     row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < size
@@ -209,15 +221,15 @@ def _silu_and_mul_kernel(x, out, size, x_stride, BLOCK: tl.constexpr):
     tl.store(out + row * size + columns, result.to(dtype), mask=mask)
 
 
-def silu_and_mul(x: Tensor, *, block: int = 1024, num_warps: int = 4) -> Tensor:
+def silu_and_mul(x: Tensor, *, block: int = 1024, num_warps: int = 4, pdl: bool = True) -> Tensor:
     """`minisgl.kernels.activation.silu_and_mul`: ``[N, 2 * F]``, gate first, to ``[N, F]``. A program takes ``block``
-    results, a power of 2."""
+    results, a power of 2; ``pdl`` as in `pdl_options`."""
     num_rows, size = x.shape[0], x.shape[1] // 2
     assert x.stride(1) == 1 and x.shape[1] == 2 * size
     out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
     if num_rows:
         _silu_and_mul_kernel[num_rows, triton.cdiv(size, block)](
-            x, out, size, x.stride(0), BLOCK=block, num_warps=num_warps
+            x, out, size, x.stride(0), BLOCK=block, num_warps=num_warps, **pdl_options(x.device, pdl)
         )
     return out
 
@@ -228,10 +240,13 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 @triton.jit(do_not_specialize=["num_copies"])
 def _copy_pages_kernel(
-    words, page_copies, num_copies, num_pages, page_words, BLOCK_C: tl.constexpr, BLOCK_W: tl.constexpr
+    words, page_copies, num_copies, num_pages, page_words, BLOCK_C: tl.constexpr, BLOCK_W: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """A program for K or V of a layer, and a stretch of a page; it makes *all* copies of that stretch. So that no
     program writes what another one reads, and reading all before writing any takes only a barrier."""
+    let_next_begin(PDL)
+    wait_for_previous(PDL)
     words += tl.program_id(0).to(tl.int64) * num_pages * page_words
     copies, stretch = tl.arange(0, BLOCK_C), tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
     mask = (copies < num_copies)[:, None] & (stretch < page_words)[None, :]
@@ -259,5 +274,13 @@ def copy_pages(kv: Tensor, page_copies: Tensor) -> None:
     block_c = max(triton.next_power_of_2(num_copies), 16)
     block_w = min(max(4096 // block_c, 8), triton.next_power_of_2(words.shape[2]))
     _copy_pages_kernel[words.shape[0], triton.cdiv(words.shape[2], block_w)](
-        words, page_copies, num_copies, num_pages, words.shape[2], BLOCK_C=block_c, BLOCK_W=block_w, num_warps=8
+        words,
+        page_copies,
+        num_copies,
+        num_pages,
+        words.shape[2],
+        BLOCK_C=block_c,
+        BLOCK_W=block_w,
+        num_warps=8,
+        **pdl_options(kv.device),
     )

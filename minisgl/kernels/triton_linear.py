@@ -13,8 +13,10 @@ unused there. Two kernels, both reading each weight once, in pieces of 16 bytes:
 Which is the fastest for a shape and a number of tokens, if not cuBLAS, is measured (`minisgl.benchmark.gemm`) and kept
 in ``linear_table.json``. Twins: `minisgl.kernels.linear`.
 
-Rounding: sums are float32, and the result is rounded to the tensors' dtype once, residual included (the twin rounds the
-product, then the sum). The norm is not taken before the product but behind it: ``rsqrt(mean(x^2) + eps)`` is one number
+The activation stands behind the product of gate and up: a program takes rows of both, so half as much leaves it.
+
+Rounding: sums are float32, and the result is rounded to the tensors' dtype once, activation and residual included (the
+twin rounds each step). The norm is not taken before the product but behind it: ``rsqrt(mean(x^2) + eps)`` is one number
 a token, so the loop over K can multiply ``x * norm_weight`` with W and collect the squares by the way. The twin rounds
 the normalised value to the dtype, then its product with the norm's weight; here ``gemv`` rounds neither and ``dot``
 rounds ``x * norm_weight``. In float16 that product may be out of range where the twin's is not, so there the norm stays
@@ -37,6 +39,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minisgl.kernels.triton_elementwise import rms_norm, silu_and_mul
+from minisgl.kernels.triton_launch import let_next_begin, pdl_options, prefetch, wait_for_previous
 
 MAX_TOKENS = 64
 """From more tokens on, cuBLAS is used."""
@@ -56,7 +59,7 @@ class LinearPath:
         split: "dot": parts of K that the warps of a program share; 1 or ``num_warps``.
         depth: blocks of K that are under way together: unrolled in "gemv", stages of the pipeline in "dot".
         num_warps: of a program.
-        fused: whether norm and activation are part of the kernel, or kernels of their own before it.
+        fused: whether a norm is part of the kernel, or one of its own before it.
     """
 
     kind: Literal["cublas", "gemv", "dot"]
@@ -94,11 +97,6 @@ _INTERPRETED = triton.knobs.runtime.interpret  # the interpreter has no product 
 
 
 @triton.jit
-def _round(x, dtype: tl.constexpr):
-    return x.to(dtype).to(tl.float32)
-
-
-@triton.jit
 def _load(pointers, mask, MASKED: tl.constexpr):
     """Nothing outside the mask. Weights are read once: they should not push out what is read again."""
     if MASKED:
@@ -107,8 +105,47 @@ def _load(pointers, mask, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _silu_and_mul(gate, up, dtype: tl.constexpr):
-    return _round(_round(gate / (1.0 + tl.exp(-gate)), dtype) * up, dtype)
+def _rows_of(program, N: tl.constexpr, SILU: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Which rows of W a program takes: where the first is, how far behind it each of them, and whether each is there.
+    With ``SILU`` rows of gate and of up alternate, so that both of an output meet in one program."""
+    start, each = program.to(tl.int64) * BLOCK_N, tl.arange(0, BLOCK_N)
+    if SILU:
+        return start // 2, each // 2 + each % 2 * N, start + each < 2 * N
+    return start, each, start + each < N
+
+
+@triton.jit
+def _prefetch_rows(
+    weight, program, N: tl.constexpr, K: tl.constexpr, SILU: tl.constexpr, BLOCK_N: tl.constexpr,
+    AHEAD: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
+    """The first ``AHEAD`` columns of a program's rows into L2, a piece of a row by each thread."""
+    if AHEAD > 0:
+        EACH: tl.constexpr = THREADS // BLOCK_N
+        PIECE: tl.constexpr = AHEAD // EACH
+        thread = tl.arange(0, THREADS)
+        row = program.to(tl.int64) * BLOCK_N + thread // EACH
+        if SILU:
+            row = tl.minimum(row // 2, N - 1) + row % 2 * N
+        else:
+            row = tl.minimum(row, N - 1)
+        prefetch(weight + row * K + thread % EACH * PIECE, PIECE * (weight.dtype.element_ty.primitive_bitwidth // 8))
+
+
+@triton.jit
+def _finish(
+    result, offset, before, target, kept,
+    SILU: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """What belongs behind the product, ``[BLOCK_M, BLOCK_N]`` float32, and the only rounding."""
+    if BIAS:
+        result += offset[None, :]
+    if SILU:
+        gate, up = tl.split(tl.reshape(result, (BLOCK_M, BLOCK_N // 2, 2)))
+        result = gate / (1.0 + tl.exp(-gate)) * up
+    if ADD:
+        result += before.to(tl.float32)
+    tl.store(target, result.to(target.dtype.element_ty), mask=kept)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -116,46 +153,66 @@ def _gemv_kernel(
     x, norm_weight, weight, bias, out, eps, num_tokens, x_stride, out_stride,
     N: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr, DEPTH: tl.constexpr,
+    AHEAD: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program for each ``BLOCK_N`` rows of W. Tiles are [tokens, rows, K], all with one layout: threads lie along K
     only, so that a thread meets its piece of every row and token in registers. It sums over the ``VECTOR`` numbers of
     a load at once, which keeps one sum for each of them from having its own register."""
-    dtype: tl.constexpr = out.dtype.element_ty
     PIECES: tl.constexpr = BLOCK_K // VECTOR
-    MASK_N: tl.constexpr = N % BLOCK_N != 0
+    WIDTH: tl.constexpr = BLOCK_N // 2 if SILU else BLOCK_N
+    MASK_N: tl.constexpr = N % WIDTH != 0
     MASK_K: tl.constexpr = K % BLOCK_K != 0
-    start = tl.program_id(0).to(tl.int64) * BLOCK_N
-    tokens, rows, inner = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)[None, None, :]
+    let_next_begin(PDL)
+    program, inner = tl.program_id(0), tl.arange(0, BLOCK_K)[None, None, :]
+    first, rows, there = _rows_of(program, N, SILU, BLOCK_N)
+    w_at = weight + first * K + (rows * K)[None, :, None] + inner
+    # Weights do not wait: the first piece of each row is under way, the others come as near as the L2 cache.
+    w = _load(w_at, there[None, :, None] & (inner < K), MASK_N or MASK_K)
+    _prefetch_rows(weight, program, N, K, SILU, BLOCK_N, AHEAD, THREADS)
+    offset = tl.load(bias + first + rows, mask=there, other=0.0).to(tl.float32) if BIAS else 0.0
+    wait_for_previous(PDL)
+
+    tokens = tl.arange(0, BLOCK_M)
+    columns = program.to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    real = (tokens < num_tokens)[:, None, None]
     x_at = x + (tokens * x_stride)[:, None, None] + inner
-    w_at = weight + start * K + (rows * K)[None, :, None] + inner
-    real, there = (tokens < num_tokens)[:, None, None], (start + rows < N)[None, :, None]
-    target = out + (tokens * out_stride)[:, None] + start + rows[None, :]
-    kept = (tokens < num_tokens)[:, None] & (start + rows < N)[None, :]
-    if BIAS:
-        offset = tl.load(bias + start + rows, mask=start + rows < N, other=0.0).to(tl.float32)
-    if ADD:
-        before = tl.load(target, mask=kept, other=0.0)
+    target = out + (tokens * out_stride)[:, None] + columns[None, :]
+    kept = (tokens < num_tokens)[:, None] & (columns < N)[None, :]
+    before = tl.load(target, mask=kept, other=0.0) if ADD else 0.0
     total = tl.zeros((BLOCK_M, BLOCK_N, PIECES), tl.float32)
     squares = tl.zeros((BLOCK_M, 1, PIECES), tl.float32)
     for k in tl.range(0, K, BLOCK_K, loop_unroll_factor=DEPTH):
-        inside = k + inner < K
-        w = _load(w_at + k, there & inside, MASK_N or MASK_K).to(tl.float32)
-        value = tl.load(x_at + k, mask=real & inside, other=0.0).to(tl.float32)
-        if SILU:
-            up = tl.load(x_at + K + k, mask=real & inside, other=0.0).to(tl.float32)
-            value = _silu_and_mul(value, up, dtype)
+        following = _load(w_at + k + BLOCK_K, there[None, :, None] & (k + BLOCK_K + inner < K), True)
+        value = tl.load(x_at + k, mask=real & (k + inner < K), other=0.0).to(tl.float32)
         if NORM:
             squares += tl.sum(tl.reshape(value * value, (BLOCK_M, 1, PIECES, VECTOR)), axis=3)
-            value *= tl.load(norm_weight + k + inner, mask=inside, other=0.0).to(tl.float32)
-        total += tl.sum(tl.reshape(value * w, (BLOCK_M, BLOCK_N, PIECES, VECTOR)), axis=3)
+            value *= tl.load(norm_weight + k + inner, mask=k + inner < K, other=0.0).to(tl.float32)
+        total += tl.sum(tl.reshape(value * w.to(tl.float32), (BLOCK_M, BLOCK_N, PIECES, VECTOR)), axis=3)
+        w = following
     result = tl.sum(total, axis=2)
     if NORM:
         result *= tl.rsqrt(tl.sum(squares, axis=2) / K + eps)
-    if BIAS:
-        result += offset[None, :]
-    if ADD:
-        result += before.to(tl.float32)
-    tl.store(target, result.to(dtype), mask=kept)
+    _finish(result, offset, before, target, kept, SILU, BIAS, ADD, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def _dot_step(
+    w, x_at, scale_at, real, inside, total, squares,
+    MASK_K: tl.constexpr, NORM: tl.constexpr, SPLIT: tl.constexpr, SWAP: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """A block of K into the sums of the products and of the squares."""
+    value = tl.load(x_at, mask=real & inside if MASK_K else real, other=0.0)
+    if NORM:
+        scale = tl.load(scale_at, mask=inside if MASK_K else None, other=0.0 if MASK_K else None).to(tl.float32)
+        wide = value.to(tl.float32)
+        squares += tl.sum(wide * wide, axis=2 if SPLIT > 1 else 1)
+        value = (wide * scale).to(value.dtype)
+    if WIDEN:
+        w, value = w.to(tl.float32), value.to(tl.float32)
+    left = w if SWAP else value
+    right = value if SWAP else w
+    right = tl.permute(right, (0, 2, 1)) if SPLIT > 1 else tl.trans(right)
+    return tl.dot(left, right, total, input_precision="ieee"), squares
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -163,64 +220,60 @@ def _dot_kernel(
     x, norm_weight, weight, bias, out, eps, num_tokens, x_stride, out_stride,
     N: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, DEPTH: tl.constexpr,
-    SWAP: tl.constexpr, WIDEN: tl.constexpr,
+    SWAP: tl.constexpr, WIDEN: tl.constexpr, AHEAD: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program for each ``BLOCK_N`` rows of W. Tiles are [rows, K], or [SPLIT, rows, K]: one product for each part of
-    K, each of them a warp's. Only without ``SWAP`` are the tokens on the left."""
-    dtype: tl.constexpr = out.dtype.element_ty
+    K, each of them a warp's. Only without ``SWAP`` are the tokens on the left. Where a block is as long as a row, all
+    weights of a program are under way to its registers before it waits; else a pipeline brings them, through L2."""
     STEP: tl.constexpr = SPLIT * BLOCK_K
-    MASK_N: tl.constexpr = N % BLOCK_N != 0
+    WHOLE: tl.constexpr = K <= STEP
+    WIDTH: tl.constexpr = BLOCK_N // 2 if SILU else BLOCK_N
+    MASK_N: tl.constexpr = N % WIDTH != 0
     MASK_K: tl.constexpr = K % STEP != 0
-    start = tl.program_id(0).to(tl.int64) * BLOCK_N
-    tokens, rows = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    let_next_begin(PDL)
+    program, tokens = tl.program_id(0), tl.arange(0, BLOCK_M)
     inner = tl.arange(0, BLOCK_K)[None, :]
     if SPLIT > 1:
         inner = (tl.arange(0, SPLIT) * BLOCK_K)[:, None, None] + inner
-    x_at = x + (tokens * x_stride)[:, None] + inner
-    w_at = weight + start * K + (rows * K)[:, None] + inner
-    real, there = (tokens < num_tokens)[:, None], (start + rows < N)[:, None]
-    target = out + (tokens * out_stride)[:, None] + start + rows[None, :]
-    kept = (tokens < num_tokens)[:, None] & (start + rows < N)[None, :]
-    if BIAS:
-        offset = tl.load(bias + start + rows, mask=start + rows < N, other=0.0).to(tl.float32)
-    if ADD:
-        before = tl.load(target, mask=kept, other=0.0)
+    first, rows, there = _rows_of(program, N, SILU, BLOCK_N)
+    w_at = weight + first * K + (rows * K)[:, None] + inner
+    if WHOLE:
+        w = _load(w_at, there[:, None] & (inner < K), MASK_N or MASK_K)
+    _prefetch_rows(weight, program, N, K, SILU, BLOCK_N, AHEAD, THREADS)
+    offset = tl.load(bias + first + rows, mask=there, other=0.0).to(tl.float32) if BIAS else 0.0
+    wait_for_previous(PDL)
+
+    columns = program.to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    x_at, real = x + (tokens * x_stride)[:, None] + inner, (tokens < num_tokens)[:, None]
+    target = out + (tokens * out_stride)[:, None] + columns[None, :]
+    kept = (tokens < num_tokens)[:, None] & (columns < N)[None, :]
+    before = tl.load(target, mask=kept, other=0.0) if ADD else 0.0
     LEFT: tl.constexpr = BLOCK_N if SWAP else BLOCK_M
     RIGHT: tl.constexpr = BLOCK_M if SWAP else BLOCK_N
     if SPLIT > 1:
         total, squares = tl.zeros((SPLIT, LEFT, RIGHT), tl.float32), tl.zeros((SPLIT, BLOCK_M), tl.float32)
     else:
         total, squares = tl.zeros((LEFT, RIGHT), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
-    for k in tl.range(0, K, STEP, num_stages=DEPTH):
-        inside = k + inner < K
-        w = _load(w_at + k, there & inside, MASK_N or MASK_K)
-        value = tl.load(x_at + k, mask=real & inside if MASK_K else real, other=0.0)
-        if SILU:
-            up = tl.load(x_at + K + k, mask=real & inside if MASK_K else real, other=0.0)
-            value = _silu_and_mul(value.to(tl.float32), up.to(tl.float32), dtype).to(dtype)
-        if NORM:
-            wide = value.to(tl.float32)
-            squares += tl.sum(wide * wide, axis=2 if SPLIT > 1 else 1)
-            # Loaded as a tile, though its rows are equal: so small a load as a row would not go through the pipeline,
-            # but be waited for in each round.
-            scale = tl.load(norm_weight + k + inner + 0 * tokens[:, None], mask=inside if MASK_K else None)
-            value = (wide * scale.to(tl.float32)).to(dtype)
-        if WIDEN:
-            w, value = w.to(tl.float32), value.to(tl.float32)
-        left = w if SWAP else value
-        right = value if SWAP else w
-        right = tl.permute(right, (0, 2, 1)) if SPLIT > 1 else tl.trans(right)
-        total = tl.dot(left, right, total, input_precision="ieee")
+    if WHOLE:
+        total, squares = _dot_step(
+            w, x_at, norm_weight + inner, real, inner < K, total, squares, MASK_K, NORM, SPLIT, SWAP, WIDEN
+        )
+    else:
+        for k in tl.range(0, K, STEP, num_stages=DEPTH):
+            inside = k + inner < K
+            w = _load(w_at + k, there[:, None] & inside, MASK_N or MASK_K)
+            # The norm's weight is loaded as a tile, though its rows are equal: so small a load as a row would not go
+            # through the pipeline, but be waited for in each round.
+            total, squares = _dot_step(
+                w, x_at + k, norm_weight + k + inner + 0 * tokens[:, None], real, inside, total, squares,
+                MASK_K, NORM, SPLIT, SWAP, WIDEN,
+            )  # fmt: skip
     if SPLIT > 1:
         total, squares = tl.sum(total, axis=0), tl.sum(squares, axis=0)
     result = tl.trans(total) if SWAP else total
     if NORM:
         result *= tl.rsqrt(squares / K + eps)[:, None]
-    if BIAS:
-        result += offset[None, :]
-    if ADD:
-        result += before.to(tl.float32)
-    tl.store(target, result.to(dtype), mask=kept)
+    _finish(result, offset, before, target, kept, SILU, BIAS, ADD, BLOCK_M, BLOCK_N)
 
 
 # -------------------------------------------------------------------------------------------------------- products
@@ -236,42 +289,59 @@ def skinny(
     silu: bool = False,
     bias: Tensor | None = None,
     add: bool = False,
+    pdl: bool = True,
 ) -> Tensor:
-    """One of this module's kernels: ``out (+)= f(x) W^T + b`` with f the norm, the activation, or nothing.
+    """One of this module's kernels: ``out (+)= g(f(x) W^T + b)`` with f the norm and g the activation, or nothing.
 
     Args:
         path: a "gemv" or "dot". With "gemv" all tokens are held in registers: it is meant for up to 16.
-        x: ``[M, K]``, with ``silu`` ``[M, 2 * K]``; M at most 64, rows may be further apart than they are long.
-        weight: ``[N, K]``, contiguous.
+        x: ``[M, K]``; M at most 64, rows may be further apart than they are long.
+        weight: ``[N, K]``, with ``silu`` ``[2 * N, K]``, gate first; contiguous.
         out: ``[M, N]``, of the dtype of ``x``; written in place. Rows may be further apart than they are long.
         norm: ``[K]`` weight and epsilon.
-        silu: x is gate and up, side by side.
-        bias: ``[N]``.
+        silu: the product is gate and up, of which ``silu(gate) * up`` is wanted.
+        bias: ``[N]``, with ``silu`` ``[2 * N]``.
         add: add to ``out`` instead of overwriting it.
+        pdl: launch it as `minisgl.kernels.triton_launch` says, where the device can.
 
     Returns:
         ``out``.
     """
-    (num_tokens, width), (n, k) = x.shape, weight.shape
-    assert 0 < num_tokens <= MAX_TOKENS and out.shape == (num_tokens, n) and width == (2 * k if silu else k)
+    (num_tokens, width), (num_rows, k) = x.shape, weight.shape
+    n = num_rows // 2 if silu else num_rows
+    assert 0 < num_tokens <= MAX_TOKENS and out.shape == (num_tokens, n) and width == k and num_rows % (1 + silu) == 0
     assert x.stride(1) == out.stride(1) == 1 and weight.is_contiguous() and x.dtype == weight.dtype == out.dtype
     norm_weight, eps = (x, 0.0) if norm is None else norm
+    block_n, launch, whole = max(path.block_n, 1 + silu), pdl_options(x.device, pdl), path.block_k * path.split >= k
+    ahead = _ahead(weight, block_n, 32 * path.num_warps) if launch["PDL"] and not whole else 0
     sizes = {
         "N": n, "K": k, "NORM": norm is not None, "SILU": silu, "BIAS": bias is not None, "ADD": add,
-        "BLOCK_N": path.block_n, "DEPTH": path.depth, "num_warps": path.num_warps,
+        "BLOCK_N": block_n, "DEPTH": path.depth, "AHEAD": ahead, "THREADS": 32 * path.num_warps,
+        "num_warps": path.num_warps,
     }  # fmt: skip
     tensors = (x, norm_weight, weight, x if bias is None else bias, out, eps, num_tokens, x.stride(0), out.stride(0))
-    grid, block_m = (triton.cdiv(n, path.block_n),), triton.next_power_of_2(num_tokens)
+    grid, block_m = (triton.cdiv(num_rows, block_n),), triton.next_power_of_2(num_tokens)
     if path.kind == "gemv":
         block_k = min(path.block_k, triton.next_power_of_2(k))
         vector = min(16 // x.element_size(), block_k)
-        _gemv_kernel[grid](*tensors, **sizes, BLOCK_M=block_m, BLOCK_K=block_k, VECTOR=vector)
+        _gemv_kernel[grid](*tensors, **sizes, BLOCK_M=block_m, BLOCK_K=block_k, VECTOR=vector, **launch)
     else:
+        # Hopper's own instructions take 64 rows on the left: those of the tokens, where a program has fewer of W.
+        swap = block_n >= 16 and not (block_m == 64 > block_n and path.split == 1)
         _dot_kernel[grid](
-            *tensors, **sizes, BLOCK_M=max(block_m, 8 if path.block_n >= 16 else 16), BLOCK_K=path.block_k,
-            SPLIT=path.split, SWAP=path.block_n >= 16, WIDEN=_INTERPRETED and x.dtype == torch.bfloat16,
+            *tensors, **sizes, BLOCK_M=max(block_m, 8 if swap else 16), BLOCK_K=path.block_k, SPLIT=path.split,
+            SWAP=swap, WIDEN=_INTERPRETED and x.dtype == torch.bfloat16, **launch,
         )  # fmt: skip
     return out
+
+
+def _ahead(weight: Tensor, block_n: int, threads: int) -> int:
+    """Columns of W that a program prefetches: all, if L2 has room for a matrix and the next; of a larger one what a
+    multiprocessor reads while it waits for memory. None where that does not come out in pieces of 16 bytes."""
+    k, size = weight.shape[1], weight.element_size()
+    columns = k if weight.numel() * size <= 2**24 else min(2**15 // (block_n * size), k)
+    even = threads % block_n == 0 and columns * size % (16 * threads // block_n) == 0
+    return columns if even and k * size % 16 == weight.data_ptr() % 16 == 0 else 0
 
 
 def default_path(num_tokens: int, n: int, k: int) -> LinearPath:
@@ -294,10 +364,12 @@ class SkinnyLinear:
     Args:
         table: (N, K) to number of tokens (of `BUCKETS`) to path.
         native: whether this module's kernels are used where the table is silent; else cuBLAS.
+        pdl: whether kernels are launched as `minisgl.kernels.triton_launch` says, where the device can.
     """
 
     table: Mapping[tuple[int, int], Mapping[int, LinearPath]] = field(default_factory=dict)
     native: bool = True
+    pdl: bool = True
 
     @classmethod
     def load(cls, device: torch.device | str) -> SkinnyLinear:
@@ -326,7 +398,7 @@ class SkinnyLinear:
             if out is None:
                 return F.linear(x, weight, bias)
             return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
-        return skinny(path, x, weight, _new(x, weight) if out is None else out, bias=bias)
+        return skinny(path, x, weight, _new(x, weight) if out is None else out, bias=bias, pdl=self.pdl)
 
     def norm_linear(
         self, x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
@@ -334,24 +406,29 @@ class SkinnyLinear:
         """`minisgl.kernels.linear.norm_linear`."""
         path = self.path(x.shape[0], weight)
         if path.fused and x.dtype != torch.float16:
-            return skinny(path, x, weight, _new(x, weight), norm=(norm_weight, eps), bias=bias)
-        return self.linear(rms_norm(x, norm_weight, eps), weight, bias)
+            return skinny(path, x, weight, _new(x, weight), norm=(norm_weight, eps), bias=bias, pdl=self.pdl)
+        return self.linear(rms_norm(x, norm_weight, eps, pdl=self.pdl), weight, bias)
+
+    def norm_linear_silu(
+        self, x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
+        """`minisgl.kernels.linear.norm_linear_silu`."""
+        path = self.path(x.shape[0], weight)
+        if path.kind == "cublas":
+            return silu_and_mul(self.norm_linear(x, norm_weight, eps, weight, bias), pdl=self.pdl)
+        norm = (norm_weight, eps) if path.fused and x.dtype != torch.float16 else None
+        x = rms_norm(x, norm_weight, eps, pdl=self.pdl) if norm is None else x
+        out = torch.empty((x.shape[0], weight.shape[0] // 2), dtype=x.dtype, device=x.device)
+        return skinny(path, x, weight, out, norm=norm, silu=True, bias=bias, pdl=self.pdl)
 
     def linear_add(self, x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None) -> Tensor:
         """`minisgl.kernels.linear.linear_add`."""
         path = self.path(x.shape[0], weight)
         if path.kind != "cublas":
-            return skinny(path, x, weight, residual, bias=bias, add=True)
+            return skinny(path, x, weight, residual, bias=bias, add=True, pdl=self.pdl)
         if bias is None:
             return residual.addmm_(x, weight.t())
         return residual.add_(F.linear(x, weight, bias))
-
-    def silu_linear_add(self, gate_up: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None) -> Tensor:
-        """`minisgl.kernels.linear.silu_linear_add`."""
-        path = self.path(gate_up.shape[0], weight)
-        if path.fused:
-            return skinny(path, gate_up, weight, residual, silu=True, bias=bias, add=True)
-        return self.linear_add(silu_and_mul(gate_up), weight, residual, bias)
 
 
 def _new(x: Tensor, weight: Tensor) -> Tensor:

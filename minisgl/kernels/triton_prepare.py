@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minisgl.kernels.triton_launch import let_next_begin, pdl_options, wait_for_previous
+
 
 # Nothing is specialised: sizes differ from step to step, and no step may wait for a compiler.
 @triton.jit(
@@ -26,9 +28,11 @@ from torch import Tensor
 def _prepare_step_kernel(
     packed, seq_lens_by_row, last_tokens_by_row, page_table_by_row,
     input_ids, positions, slot_mapping, seq_lens, page_table, num_requests, row_width, width,
-    PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program for each request."""
+    let_next_begin(PDL)
+    wait_for_previous(PDL)
     request = tl.program_id(0)
     row = tl.load(packed + request)
     fresh = tl.load(packed + num_requests + request)
@@ -119,5 +123,5 @@ def prepare_step(
     _prepare_step_kernel[(num_requests,)](
         packed, *table, *tokens, seq_lens, page_table, num_requests, page_table_by_row.shape[1], page_table.shape[1],
         PAGE_SIZE=page_size, BLOCK_N=32 if decodes else 1024, BLOCK_P=128 if decodes else 512,
-        num_warps=1 if decodes else 4,
+        num_warps=1 if decodes else 4, **pdl_options(packed.device),
     )  # fmt: skip

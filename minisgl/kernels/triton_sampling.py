@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minisgl.kernels.triton_launch import let_next_begin, pdl_options, wait_for_previous
+
 _TILE = 4096
 # Left alone, the compiler makes the noise of all tokens of a thread at once and takes 188: a multiprocessor then holds
 # one program, which nobody replaces while it waits for memory. With 80 it holds three, and none spills.
@@ -68,10 +70,12 @@ def _exponential(u):
 @triton.jit
 def _candidates_kernel(
     logits, rows, temperature, seeds, positions, keys, peaks, token_ids, stride, vocab_size,
-    ROWS: tl.constexpr, NOISE: tl.constexpr, TILE: tl.constexpr,
+    ROWS: tl.constexpr, NOISE: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program for each sample and tile of the vocabulary: the best of the tile, and what its key is relative to.
     With ``ROWS``, what is known of a sample lies at its row of the tables; -1 is padding."""
+    let_next_begin(PDL)
+    wait_for_previous(PDL)
     sample, tile = tl.program_id(0), tl.program_id(1)
     row = sample
     if ROWS:
@@ -126,9 +130,11 @@ def _choose(keys, peaks, token_ids, heat, sample, num_tiles, NOISE: tl.constexpr
 @triton.jit
 def _choose_kernel(
     keys, peaks, token_ids, temperature, best_keys, best_ids, num_tiles,
-    NOISE: tl.constexpr, BLOCK: tl.constexpr,
+    NOISE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program for each sample."""
+    let_next_begin(PDL)
+    wait_for_previous(PDL)
     sample = tl.program_id(0)
     heat = tl.load(temperature + sample) if NOISE else 0.0
     best, token_id = _choose(keys, peaks, token_ids, heat, sample, num_tiles, NOISE, BLOCK)
@@ -139,9 +145,11 @@ def _choose_kernel(
 @triton.jit
 def _choose_rows_kernel(
     keys, peaks, token_ids, rows, temperature, positions, last_tokens, out, num_tiles,
-    NOISE: tl.constexpr, BLOCK: tl.constexpr,
+    NOISE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program for each sample; tables by row learn of the token."""
+    let_next_begin(PDL)
+    wait_for_previous(PDL)
     sample = tl.program_id(0)
     row = tl.load(rows + sample)
     token_id, sound = 0, 0
@@ -181,10 +189,11 @@ def _best(
         _candidates_kernel[num_rows, found.num_tiles](
             logits, found.token_ids, temperature, seeds, positions, *found.columns, logits.stride(0), vocab_size,
             ROWS=False, NOISE=noise is not None, TILE=tile, num_warps=8, maxnreg=_MAX_REGISTERS,
+            **pdl_options(device),
         )  # fmt: skip
         _choose_kernel[(num_rows,)](
             *found.columns, temperature, best_keys, best_ids, found.num_tiles,
-            NOISE=noise is not None, BLOCK=found.block, num_warps=1,
+            NOISE=noise is not None, BLOCK=found.block, num_warps=1, **pdl_options(device),
         )  # fmt: skip
     return best_keys, best_ids
 
@@ -234,10 +243,11 @@ def sample_rows(
         _candidates_kernel[num_samples, found.num_tiles](
             logits, rows, temperature_by_row, seeds_by_row, positions_by_row, *found.columns, logits.stride(0),
             vocab_size, ROWS=True, NOISE=not all_greedy, TILE=tile, num_warps=num_warps, maxnreg=_MAX_REGISTERS,
+            **pdl_options(logits.device),
         )  # fmt: skip
         _choose_rows_kernel[(num_samples,)](
             *found.columns, rows, temperature_by_row, positions_by_row, last_tokens_by_row, out, found.num_tiles,
-            NOISE=not all_greedy, BLOCK=found.block, num_warps=1,
+            NOISE=not all_greedy, BLOCK=found.block, num_warps=1, **pdl_options(logits.device),
         )  # fmt: skip
     return out
 

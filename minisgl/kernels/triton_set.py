@@ -24,8 +24,8 @@ def load_triton_kernels(device: torch.device) -> Kernels:
     return Kernels(
         name="triton",
         norm_linear=products.norm_linear,
+        norm_linear_silu=products.norm_linear_silu,
         linear_add=products.linear_add,
-        silu_linear_add=products.silu_linear_add,
         norm_rotary_store=norm_rotary_store,
         copy_pages=copy_pages,
         prepare_step=prepare_step,

@@ -63,6 +63,10 @@ class ColumnParallelLinear(nn.Module):
         """The normalised residual stream ``[N, in_features]`` to ``[N, sum of this rank's shares]``."""
         return self.kernels.norm_linear(stream_NE, norm.weight, norm.eps, self.weight, self.bias)
 
+    def gated(self, stream_NE: Tensor, norm: RMSNorm) -> Tensor:
+        """``silu(gate) * up`` of the two tensors that lie merged: to ``[N, this rank's share of one]``."""
+        return self.kernels.norm_linear_silu(stream_NE, norm.weight, norm.eps, self.weight, self.bias)
+
 
 class RowParallelLinear(nn.Module):
     """Adds ``x W^T + b`` to the residual stream, with the columns of W, and x, divided over the ranks.
@@ -72,7 +76,6 @@ class RowParallelLinear(nn.Module):
         share: this rank's columns.
         out_features: size of the stream, whole on every rank.
         bias: added once, after the sum over the ranks.
-        gated: x is ``silu(gate) * up``, and comes as the two side by side.
         parallel, kernels: this rank's place, and what computes.
     """
 
@@ -83,13 +86,11 @@ class RowParallelLinear(nn.Module):
         out_features: int,
         *,
         bias: bool,
-        gated: bool = False,
         parallel: TensorParallel,
         kernels: Kernels,
     ) -> None:
         super().__init__()
         self.parallel = parallel
-        self.gated = gated
         self.kernels = kernels
         self.weight = _parameter(out_features, share.stop - share.start)
         self.bias = _parameter(out_features) if bias else None
@@ -97,14 +98,13 @@ class RowParallelLinear(nn.Module):
         self.shards = {"weight": [Shard((out_features, in_features), source, slice(0, out_features))]}
 
     def forward(self, x: Tensor, stream_NE: Tensor) -> None:
-        """``[N, share]``, or ``[N, 2 * share]`` gate first, is multiplied and added to ``[N, E]``, in place."""
-        add = self.kernels.silu_linear_add if self.gated else self.kernels.linear_add
+        """``[N, share]`` is multiplied and added to ``[N, E]``, in place."""
         if self.parallel.size == 1:
-            add(x, self.weight, stream_NE, self.bias)
+            self.kernels.linear_add(x, self.weight, stream_NE, self.bias)
             return
         # The ranks' parts meet before they are added: the stream is the same on all.
         part_NE = torch.zeros_like(stream_NE)
-        add(x, self.weight, part_NE, None)
+        self.kernels.linear_add(x, self.weight, part_NE, None)
         stream_NE.add_(self.parallel.all_reduce(part_NE))
         if self.bias is not None:
             stream_NE.add_(self.bias)
@@ -228,9 +228,9 @@ class GatedMLP(nn.Module):
         columns = [("gate_proj", size, share), ("up_proj", size, share)]
         self.gate_up_proj = ColumnParallelLinear(config.hidden_size, columns, bias=bias, kernels=kernels)
         self.down_proj = RowParallelLinear(
-            size, share, config.hidden_size, bias=bias, gated=True, parallel=parallel, kernels=kernels
+            size, share, config.hidden_size, bias=bias, parallel=parallel, kernels=kernels
         )
 
     def forward(self, stream_NE: Tensor, norm: RMSNorm) -> None:
         """Read the stream ``[N, E]`` through ``norm``, and add to it."""
-        self.down_proj(self.gate_up_proj(stream_NE, norm), stream_NE)
+        self.down_proj(self.gate_up_proj.gated(stream_NE, norm), stream_NE)

@@ -1,0 +1,62 @@
+"""Dependent launches: a kernel starts while the one before it still runs, and waits only when it needs its results.
+
+Chapter 5 tells this module's story. A step is a chain of short kernels, and between two of them the device would drain
+and fill again. With programmatic dependent launch (compute capability 9.0 and later) the programs of the next kernel
+come to the multiprocessors as soon as those of this one have all begun; there they can read what no kernel of a step
+writes (weights), then wait. Three rules make that safe:
+
+- Before `wait_for_previous` a program touches nothing that a kernel of the step writes or reads later: no activations,
+  no tables, no outputs.
+- *Every* program of *every* kernel waits, also one that has nothing to do. It waits until the kernel just before has
+  ended with all that it wrote; what lies further back has ended only because that one had waited in its turn.
+- A kernel that knows nothing of this (cuBLAS, a copy) may stand between: it begins when the one before has ended, and
+  the one behind it waits until it has.
+
+Owns nothing.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+
+@cache
+def pdl_options(device: torch.device, wanted: bool = True) -> dict[str, Any]:
+    """Arguments of a launch: the kernel's constant ``PDL``, and the option that goes with it.
+
+    Args:
+        device: where the kernel runs; dependent launches are for those that have them.
+        wanted: False: as if it had none.
+    """
+    if wanted and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}
+
+
+@triton.jit
+def let_next_begin(PDL: tl.constexpr):
+    """The next kernel's programs may come, once all of this kernel's have said so or ended."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_previous(PDL: tl.constexpr):
+    """Until the kernel before has ended, and what it wrote is to be seen."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def prefetch(addresses, num_bytes):
+    """Into the L2 cache: ``num_bytes`` at each address, multiples of 16 both; once if there are as many as threads. For
+    devices that have dependent launches: they have the instruction."""
+    tl.inline_asm_elementwise(
+        "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r", [addresses, num_bytes], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
