@@ -160,12 +160,12 @@ def test_the_figures_worked_out_by_hand() -> None:
 
 def test_lateness_is_counted_from_the_punctual_token() -> None:
     punctual = sample(0.0, *(1 + k / 10 for k in range(10)))
-    assert _lateness_ms(punctual, 10.0, (0.0, 9.0)) == pytest.approx([0] * 10)
+    assert _lateness_ms(punctual, 10.0, (0.95, 1.95)) == pytest.approx([0] * 10)
     punctual.times_s[4] += 0.03
-    assert max(_lateness_ms(punctual, 10.0, (0.0, 9.0))) == pytest.approx(30)
-    assert max(_lateness_ms(punctual, 10.0, (1.6, 9.0))) == pytest.approx(0)
-    punctual.output_tokens += 1  # two came in one event: which token came when is not known
-    assert _lateness_ms(punctual, 10.0, (0.0, 9.0)) == []
+    assert max(_lateness_ms(punctual, 10.0, (0.95, 1.95))) == pytest.approx(30)
+    assert max(_lateness_ms(punctual, 10.0, (1.45, 1.95))) == pytest.approx(0)
+    del punctual.times_s[6:8], punctual.num_events[6:8]  # they came with the next: which token is which is not known
+    assert _lateness_ms(punctual, 10.0, (0.95, 1.95)) == []
 
 
 def test_the_picture_has_a_line_for_each_request() -> None:
@@ -226,7 +226,7 @@ def test_the_front_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     rows = bench_front({"model": "tiny"}, streams=(3, 5), rate=40.0, seconds=1.0, output=str(tmp_path / "front.json"))
     assert [row["streams"] for row in rows] == ["3 at 40/s", "5 at 40/s", "5 flat out"]
     for row in rows:
-        assert row["events/s"] > 0 and row["tok/s"] >= row["events/s"] * 0.999 and row["tokens an event"] >= 1
+        assert row["events/s"] > 0 and row["tokens an event"] == pytest.approx(row["tok/s"] / row["events/s"])
         assert {"front cores", "worker cores", "engine cores", "client cores"} <= row.keys()
     assert rows[-1]["late ms p50"] is None
     report = json.loads((tmp_path / "front.json").read_text())

@@ -47,7 +47,8 @@ def bench_front(
 
     Returns:
         A row for each number of streams, and one flat out with as many as the last. ``tokens an event``: 1 means that
-        nothing was joined. ``late ms``: how much later a token came than the punctual ones of its stream.
+        nothing was joined. ``late ms``: how much later a token came than the most punctual of its stream
+        in the same second.
     """
     common = ["--echo", "--max-model-len", "100000", "--max-waiting", "10000", *engine_arguments(options or {})]
     rows = []
@@ -94,11 +95,9 @@ def _measure(server: Serving, label: str, num_streams: int, num_tokens: int, rat
     (first_s, before), (last_s, after) = marks
     wall_s = last_s - first_s
     inside = (max(s.times_s[0] for s in samples), min(s.end_s for s in samples))
-    events, tokens = 0, 0.0
-    for sample in samples:
-        num = sum(n for t, n in zip(sample.times_s, sample.num_events, strict=True) if inside[0] < t <= inside[1])
-        events += num
-        tokens += num * sample.output_tokens / sum(sample.num_events)
+    events = sum(n for s in samples for t, n in zip(s.times_s, s.num_events, strict=True) if inside[0] < t <= inside[1])
+    # Which event brought how many tokens cannot be seen; how long a stream's tokens took can.
+    tokens = wall_s * sum(1 / s.token_s for s in samples if s.token_s)
     late = [late for s in samples for late in _lateness_ms(s, rate, inside)] if rate else []
     return {
         "streams": label,
@@ -113,10 +112,14 @@ def _measure(server: Serving, label: str, num_streams: int, num_tokens: int, rat
 
 
 def _lateness_ms(sample: Sample, rate: float, inside: tuple[float, float]) -> list[float]:
-    """How much later than the most punctual token of the stream each came, for streams with an event a token."""
-    if sum(sample.num_events) != sample.output_tokens:
-        return []
+    """How much later each came than the most punctual token of the stream in the same second, for an echo that was held
+    up goes on from there; nothing if any were joined to one event."""
     times = np.repeat(sample.times_s, sample.num_events)
-    late = times - np.arange(len(times)) / rate
-    late = late[(times > inside[0]) & (times <= inside[1])]
-    return (1e3 * (late - late.min())).tolist() if len(late) else []
+    times = times[(times > inside[0]) & (times <= inside[1])]
+    if abs(len(times) - rate * (inside[1] - inside[0])) > 1 or not len(times):
+        return []
+    late = 1e3 * (times - np.arange(len(times)) / rate)
+    second = max(1, int(rate))
+    return [
+        ms for k in range(0, len(late), second) for ms in (late[k : k + second] - late[k : k + second].min()).tolist()
+    ]
