@@ -248,6 +248,7 @@ def test_it_is_readable_in_both_themes_and_widths(parrot: Serving, open_page: Op
     page.wait_for_selector(".turn.assistant .said:not(:empty)")
     page.wait_for_selector("#batch .mark.decode")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.evaluate("log.scrollWidth <= log.clientWidth")
     is_beside = page.evaluate("live.getBoundingClientRect().left >= chat.getBoundingClientRect().right")
     assert is_beside == (width > 1000)
     colors = page.evaluate(COLORS)
