@@ -52,6 +52,8 @@ def bench_front(
     """
     common = ["--echo", "--max-model-len", "100000", "--max-waiting", "10000", *engine_arguments(options or {})]
     rows = []
+    # Others may use the machine too.
+    circumstances = {"cores": os.cpu_count(), "load average before": os.getloadavg()[0], "niceness": os.nice(0)}
     with serving([*common, "--echo-rate", str(rate), *arguments]) as server:
         _measure(server, "warm-up", 4, 8, None)
         for num in streams:
@@ -64,7 +66,7 @@ def bench_front(
     print(f"an answer of one token, alone: {alone['p50']:.2f} ms (p99 {alone['p99']:.2f})")
     if output is not None:
         results = {
-            "cores": os.cpu_count(),
+            **circumstances,
             "goal": {"events/s, one a token": GOAL_EVENTS, "tok/s": GOAL_TOKENS},
             "an answer of one token, alone, ms": alone,
             "rows": rows,
