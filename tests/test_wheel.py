@@ -29,7 +29,7 @@ def test_wheel_answers_outside_the_checkout(tmp_path: Path) -> None:
         cwd=source)  # fmt: skip
     (wheel,) = tmp_path.glob("minisgl-*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    assert "minisgl/tiny/model.safetensors" in names and "minisgl/py.typed" in names
+    assert {"minisgl/tiny/model.safetensors", "minisgl/py.typed", "minisgl/server/page/index.html"} <= set(names)
     assert not [n for n in names if n.startswith(("tests/", "notebooks/", "book/"))]
     venv.create(tmp_path / "env", with_pip=True)
     python = tmp_path / "env" / "bin" / "python"
