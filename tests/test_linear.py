@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -60,6 +61,7 @@ DOT = LinearPath("dot", block_n=32, block_k=32, depth=2)
 DOT_SPLIT = LinearPath("dot", block_n=16, block_k=16, split=4, depth=2)
 DOT_TOKENS_LEFT = LinearPath("dot", block_n=8, block_k=16, split=4, depth=2)
 DOT_WHOLE = LinearPath("dot", block_n=16, block_k=32, split=4)  # rows of up to 128 in one block
+DOT_PARTS = LinearPath("dot", block_n=16, block_k=16, split=2, parts=4, depth=2, num_warps=2)
 PATHS = [GEMV, GEMV_ROW, DOT, DOT_SPLIT, DOT_TOKENS_LEFT, DOT_WHOLE]
 KINDS = ["linear", "bias", "norm", "norm and bias", "add", "add and bias", "norm and silu", "norm and silu and bias"]
 
@@ -209,6 +211,20 @@ def test_linear_writes_where_it_is_told(functions: ModuleType | SkinnyLinear, ki
     product.check(out, product.exact())
 
 
+@pytest.mark.parametrize("kind", ["linear", "bias", "add", "add and bias"])
+@pytest.mark.parametrize("m,k", [(1, 128), (20, 128), (33, 72)])
+def test_programs_that_share_k(kind: str, m: int, k: int) -> None:
+    """Their parts, of one block or several, are summed the same way every time."""
+    for path in (DOT_PARTS, replace(DOT_PARTS, block_n=8), replace(DOT_PARTS, parts=2, split=1)):
+        product = Product(kind, m, 45, k, torch.bfloat16)
+        exact, again = product.exact(), Product(kind, m, 45, k, torch.bfloat16)
+        product.check(product.by_kernel(path), exact)
+        assert torch.equal(product.residual, again.by_kernel(path)) or "add" not in kind
+    product = Product(kind, m, 45, k, torch.bfloat16)
+    exact = product.exact()
+    product.check(product.by(SkinnyLinear({(45, k): dict.fromkeys(BUCKETS, DOT_PARTS)})), exact)
+
+
 def test_a_norm_of_float16_does_not_overflow() -> None:
     """1e4 times a weight of 100 has no place in float16, though the norm of it has."""
     product = Product("norm", 5, 32, 64, torch.float16)
@@ -285,7 +301,11 @@ def test_the_benchmark_writes_a_table_that_can_be_read(monkeypatch: pytest.Monke
         ("qkv 64x32", "norm"), ("o 32x32", "add"), ("gate_up 96x32", "norm silu"), ("down 32x48", "add"),
         ("head 40x32", "plain"),
     ]  # fmt: skip
-    assert json.loads((tmp_path / "report.json").read_text())["steps"][0]["ms"] > 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["steps"][0]["ms"] > 0
+    assert [(row["model"], row["tokens"]) for row in report["chains"]] == [("small", 16)]
+    num_bytes = 2 * 3 * (64 * 32 + 32 * 32 + 96 * 32 + 32 * 48)
+    assert report["chains"][0]["floor us"] == pytest.approx(num_bytes / 1e6)
     monkeypatch.setattr("minisgl.kernels.triton_linear.files", lambda package: tmp_path)
     table = read_table()
     assert table.pop("another") == old["another"]
@@ -297,7 +317,7 @@ def test_the_benchmark_writes_a_table_that_can_be_read(monkeypatch: pytest.Monke
 
 def test_the_benchmark_leaves_out_what_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     case = gemm._Case(gemm.Product("small", "o", 32, 64, "add", 1), torch.device(DEVICE), torch.bfloat16)
-    assert gemm._tried(case, [2], 2, 1)[2] == gemm.candidates(2)[:2]
+    assert gemm._tried(case, [2], 2, 1)[2] == gemm.candidates(2, 32, 64)[:2]
     case.exact[1, 31] += 1
     assert gemm._tried(case, [2], 2, 1)[2] == []
     assert capsys.readouterr().out.count("left out, 2 tokens") == 2
@@ -337,7 +357,7 @@ for kind in (["NORM", "BIAS"], ["SILU", "NORM"], ["ADD"]):
     assert before.count("cp.async.bulk.prefetch.L2") == 1 and "prefetch" not in behind, kind
     assert "st.global" not in before and "st.global" in behind
 check(triton_linear._gemv_kernel, 4, ["NORM"], N=1001, K=1000, AHEAD=0, **gemv)
-split = dict(BLOCK_M=16, BLOCK_K=64, SPLIT=4, WIDEN=False)
+split = dict(BLOCK_M=16, BLOCK_K=64, SPLIT=4, PARTS=1, WIDEN=False)
 for kind in (["NORM", "BIAS"], ["SILU", "NORM"], ["ADD"]):
     ptx = check(triton_linear._dot_kernel, 4, kind, N=1024, K=3072, BLOCK_N=16, SWAP=True, DEPTH=3, AHEAD=3072, **split)
     assert "mma.sync" in ptx and "cp.async" in ptx
@@ -347,7 +367,10 @@ check(triton_linear._dot_kernel, 4, ["ADD"], N=1001, K=1000, BLOCK_N=8, SWAP=Fal
 ptx = check(triton_linear._dot_kernel, 4, ["NORM"], N=1024, K=256, BLOCK_N=16, SWAP=True, DEPTH=3, AHEAD=0, **split)
 before, behind = around_the_wait(ptx)
 assert "mma.sync" in behind and before.count("L1::evict_first") == 4 and "evict_first" not in behind
-whole = dict(BLOCK_K=128, SPLIT=1, DEPTH=3, WIDEN=False, N=6144, K=4096, AHEAD=256)
+split["PARTS"] = 4
+ptx = check(triton_linear._dot_kernel, 4, [], N=1024, K=1024, BLOCK_N=32, SWAP=True, DEPTH=3, AHEAD=0, **split)
+assert around_the_wait(ptx)[0].count("L1::evict_first") == 8
+whole = dict(BLOCK_K=128, SPLIT=1, PARTS=1, DEPTH=3, WIDEN=False, N=6144, K=4096, AHEAD=256)
 assert "wgmma" in check(triton_linear._dot_kernel, 4, ["NORM"], BLOCK_M=64, BLOCK_N=64, SWAP=True, **whole)
 assert "wgmma" in check(triton_linear._dot_kernel, 4, ["NORM"], BLOCK_M=64, BLOCK_N=32, SWAP=False, **whole)
 print("compiled")

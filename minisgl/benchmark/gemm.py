@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -76,22 +77,58 @@ def products(model: str, config: dict[str, Any]) -> list[Product]:
     ]
 
 
-def candidates(num_tokens: int) -> list[LinearPath]:
-    """Paths that may be the fastest for this many tokens, the likelier first. Which it is, is for the clock to say."""
+def candidates(num_tokens: int, n: int, k: int) -> list[LinearPath]:
+    """Paths that may be the fastest for this many tokens and this shape, the likelier first. Which it is, is for the
+    clock to say."""
     if num_tokens <= 4:
         found = [_gemv(4, 4, 2), _gemv(2, 4, 2), _gemv(4, 2, 4), _gemv(8, 4, 1), _gemv(4, 8, 1), _gemv(2, 8, 2)]
+        if k <= 4096:  # all weights of a program at once, in its registers
+            found += [_row(2, k, 2), _row(4, k, 2)] if k <= 1024 else [_row(2, k, 4), _row(4, k, 4), _row(2, k, 2)]
         if num_tokens == 1:
             return [*found, _gemv(1, 4, 4), _gemv(1, 8, 2), _gemv(2, 2, 4)]
         return [*found, _split(16, 4, 4), _split(8, 4, 4), _whole(64, 128, 4)]
-    found = [_split(16, 4, 4), _split(32, 4, 3), _whole(64, 128, 4), _split(8, 4, 4), _split(16, 8, 3)]
-    if num_tokens <= 8:
-        return [*found, _gemv(4, 4, 1), _gemv(2, 4, 1), _gemv(8, 4, 1), _whole(32, 128, 4)]
+    found = []
+    if k <= 2048 and num_tokens <= 32:
+        found = [_block(16, k, 8), _block(32, k, 8), _block(16, k, 4)] if n > 2048 else [_block(8, k, 8)]
+    if n <= 5120:
+        found += _shared(num_tokens, n, k)
     if num_tokens <= 16:
-        return [*found, _split(8, 8, 4), _whole(64, 64, 6), _whole(128, 64, 4), _whole(32, 128, 4)]
+        found += [_split(16, 4, 4), _split(32, 4, 3), _whole(64, 128, 4), _split(8, 4, 4), _split(16, 8, 3)]
+        found += [_split(8, 8, 4), _split(32, 8, 4), _split(8, 4, 4, 256 if num_tokens <= 8 else 128)]
+        if num_tokens <= 8:
+            return [*found, _gemv(4, 4, 1), _gemv(2, 4, 1), _gemv(8, 4, 1), _whole(32, 128, 4)]
+        return [*found, _whole(64, 64, 6), _whole(128, 64, 4), _whole(32, 128, 4)]
     return [
-        _split(16, 4, 3), _split(32, 4, 3), _whole(64, 128, 3), _whole(64, 64, 4), _whole(128, 64, 4),
-        _whole(128, 64, 4, num_warps=8), _whole(128, 128, 3, num_warps=8), _whole(32, 128, 3),
+        *found, _whole(64, 128, 3), _whole(32, 128, 6), _whole(64, 128, 5), _whole(32, 256, 4), _whole(16, 128, 6),
+        _split(32, 4, 3), _whole(64, 64, 4), _whole(128, 64, 4), _whole(128, 64, 4, num_warps=8),
+        _whole(128, 128, 3, num_warps=8), _split(16, 4, 3),
     ]  # fmt: skip
+
+
+def _row(block_n: int, k: int, num_warps: int) -> LinearPath:
+    """A block is as long as a row."""
+    return LinearPath("gemv", block_n=block_n, block_k=1 << (k - 1).bit_length(), num_warps=num_warps)
+
+
+def _block(block_n: int, k: int, num_warps: int) -> LinearPath:
+    """A block is as long as a row, and each warp has its part of it."""
+    block_k = max((1 << (k - 1).bit_length()) // num_warps, 16)
+    return LinearPath("dot", block_n=block_n, block_k=block_k, split=num_warps, num_warps=num_warps)
+
+
+def _shared(num_tokens: int, n: int, k: int) -> list[LinearPath]:
+    """Programs share K: about as many as a large GPU has multiprocessors."""
+    found = []
+    for block_n in (64, 32):
+        parts = min(8, 1 << max(128 * block_n // n, 1).bit_length() - 1)
+        if parts > 1 and k % (128 * parts) == 0:
+            if num_tokens > 32:
+                found.append(replace(_whole(block_n, 128, 5), parts=parts))
+            elif k // parts <= 512:
+                found.append(replace(_block(block_n, k // parts, 4), parts=parts))
+            else:
+                found.append(replace(_split(block_n, 4, 4), parts=parts))
+    return found
 
 
 def _gemv(block_n: int, num_warps: int, depth: int) -> LinearPath:
@@ -99,8 +136,8 @@ def _gemv(block_n: int, num_warps: int, depth: int) -> LinearPath:
     return LinearPath("gemv", block_n=block_n, block_k=256 * num_warps, depth=depth, num_warps=num_warps)
 
 
-def _split(block_n: int, num_warps: int, depth: int) -> LinearPath:
-    return LinearPath("dot", block_n=block_n, block_k=64, split=num_warps, depth=depth, num_warps=num_warps)
+def _split(block_n: int, num_warps: int, depth: int, block_k: int = 64) -> LinearPath:
+    return LinearPath("dot", block_n=block_n, block_k=block_k, split=num_warps, depth=depth, num_warps=num_warps)
 
 
 def _whole(block_n: int, block_k: int, depth: int, num_warps: int = 4) -> LinearPath:
@@ -179,7 +216,7 @@ def bench_gemm(
     *,
     shapes: Sequence[str] = ("qwen3-0.6b", "qwen3-8b", "qwen3-14b"),
     buckets: Sequence[int] = BUCKETS,
-    max_candidates: int = 10,
+    max_candidates: int = 16,
     device: torch.device | str = "cuda",
     dtype: torch.dtype = torch.bfloat16,
     ceilings: Ceilings | None = None,
@@ -232,13 +269,60 @@ def bench_gemm(
     steps = list(_steps(all_products, buckets, rows))
     print(f"\nAll products of a step; reading at {read / 1e12:.3g} TB/s is the floor")
     print(table(steps))
+    chains = [
+        _chain(shape, SHAPES[shape], m, paths[name], device, dtype, read)
+        for shape in shapes for m in (1, 16, 64) if m in buckets
+    ]  # fmt: skip
+    print("\nThe products of all layers, one behind the other; without dependent launches, and by cuBLAS")
+    print(table(chains))
     if output is not None:
-        write_report(
-            output, "products of a decode step", device, {"read TB/s": read / 1e12, "steps": steps, "rows": rows}
-        )
+        report = {"read TB/s": read / 1e12, "steps": steps, "chains": chains, "rows": rows}
+        write_report(output, "products of a decode step", device, report)
     if table_output is not None:
         Path(table_output).write_text(table_as_json(paths), encoding="utf-8")
     return rows
+
+
+def _chain(
+    model: str,
+    config: dict[str, Any],
+    num_tokens: int,
+    paths: dict[tuple[int, int], dict[int, LinearPath]],
+    device: torch.device,
+    dtype: torch.dtype,
+    read_bytes_per_s: float,
+) -> dict[str, Any]:
+    """The four products of every layer as a step has them, each working on what the one before it wrote: only so does
+    it show what a product can do before the one before has ended."""
+    shapes = {product.place: (product.n, product.k) for product in products(model, config)[:4]}
+    layers = [
+        {place: torch.empty(shape, device=device, dtype=dtype).normal_(std=shape[1] ** -0.5)
+         for place, shape in shapes.items()}
+        for _ in range(config["num_hidden_layers"])
+    ]  # fmt: skip
+    hidden, q_size = shapes["o"]
+    norm_weight = torch.ones(hidden, device=device, dtype=dtype)
+    stream = torch.randn((num_tokens, hidden), device=device, dtype=torch.float32).to(dtype)
+
+    def chain(functions: SkinnyLinear) -> None:
+        for weights in layers:
+            qkv = functions.norm_linear(stream, norm_weight, _EPS, weights["qkv"])
+            functions.linear_add(qkv[:, :q_size], weights["o"], stream)
+            h = functions.norm_linear_silu(stream, norm_weight, _EPS, weights["gate_up"])
+            functions.linear_add(h, weights["down"], stream)
+
+    run_s = 0.02 if device.type == "cuda" else 0.0
+    us = {
+        name: 1e6 * time_calls([partial(chain, functions)], device, repeats=5, run_s=run_s, graph=True).median_s
+        for name, functions in {
+            "us": SkinnyLinear(paths),
+            "one by one us": SkinnyLinear(paths, pdl=False),
+            "cuBLAS us": SkinnyLinear(native=False, pdl=False),
+        }.items()
+    }  # fmt: skip
+    num_bytes = sum(weight.nbytes for weights in layers for weight in weights.values())
+    floor_us = 1e6 * num_bytes / read_bytes_per_s
+    return {"model": model, "tokens": num_tokens, **us, "floor us": floor_us, "share %": 100 * floor_us / us["us"]}
 
 
 def _tried(case: _Case, buckets: Sequence[int], max_candidates: int, num_threads: int) -> dict[int, list[LinearPath]]:
@@ -268,9 +352,10 @@ def _tried(case: _Case, buckets: Sequence[int], max_candidates: int, num_threads
 def _paths(product: Product, num_tokens: int, max_candidates: int) -> list[LinearPath]:
     """With more tokens every program does more of a prologue that a kernel of its own would do once: the likeliest are
     also tried without it."""
-    paths = candidates(num_tokens)[:max_candidates]
+    paths = candidates(num_tokens, product.n, product.k)
+    paths = [path for path in paths if path.parts == 1 or product.kind == "add"][:max_candidates]
     if num_tokens > 4 and "norm" in product.kind:
-        paths += [replace(path, fused=False) for path in paths[:3]]
+        paths += [replace(path, fused=False) for path in (*paths[:3], _whole(64, 128, 4))]
     return paths
 
 
@@ -288,9 +373,10 @@ def _fastest(case: _Case, num_tokens: int, paths: Sequence[LinearPath]) -> tuple
 def _text(path: LinearPath) -> str:
     if path.kind == "cublas":
         return "cublas"
-    parts = f" / {path.split}" if path.split > 1 else ""
+    split = f" / {path.split}" if path.split > 1 else ""
+    parts = f", {path.parts} parts" if path.parts > 1 else ""
     return (
-        f"{path.kind} {path.block_n}x{path.block_k}{parts}, {path.num_warps} warps, depth {path.depth}"
+        f"{path.kind} {path.block_n}x{path.block_k}{split}{parts}, {path.num_warps} warps, depth {path.depth}"
         f"{'' if path.fused else ', not fused'}"
     )
 

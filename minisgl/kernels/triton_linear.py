@@ -8,7 +8,8 @@ unused there. Two kernels, both reading each weight once, in pieces of 16 bytes:
   on the ordinary units, and sums over its threads at the very end.
 - ``dot``, up to 64 tokens: the tensor cores, with W as their left operand. Their left side is 16 or 64 rows high, and
   W has as many rows as one likes, while tokens would have to be padded. Where a program takes few rows, its warps share
-  K among them (``split``) and are summed at the end: otherwise all but one of them would wait.
+  K among them (``split``) and are summed at the end: otherwise all but one of them would wait. Where W has few rows and
+  tokens are many, programs do so too (``parts``): with few rows each, they would read more of x than of W.
 
 Which is the fastest for a shape and a number of tokens, if not cuBLAS, is measured (`minisgl.benchmark.gemm`) and kept
 in ``linear_table.json``. Twins: `minisgl.kernels.linear`.
@@ -57,6 +58,7 @@ class LinearPath:
         block_n: rows of W a program, a power of 2; for "dot" at least 8.
         block_k: columns of W at once, a power of 2; for "dot" at least 16, and for each part of the split.
         split: "dot": parts of K that the warps of a program share; 1 or ``num_warps``.
+        parts: "dot": programs that share K; a second kernel sums what they found. Not with norm or activation inside.
         depth: blocks of K that are under way together: unrolled in "gemv", stages of the pipeline in "dot".
         num_warps: of a program.
         fused: whether a norm is part of the kernel, or one of its own before it.
@@ -66,6 +68,7 @@ class LinearPath:
     block_n: int = 0
     block_k: int = 0
     split: int = 1
+    parts: int = 1
     depth: int = 1
     num_warps: int = 4
     fused: bool = True
@@ -74,7 +77,7 @@ class LinearPath:
         if self.kind not in ("cublas", "gemv", "dot"):
             raise ValueError(f"kind must be cublas, gemv or dot, got {self.kind!r}")
         if self.kind != "cublas":
-            for size in (self.block_n, self.block_k, self.split, self.num_warps):
+            for size in (self.block_n, self.block_k, self.split, self.parts, self.num_warps):
                 if size < 1 or size & (size - 1):
                     raise ValueError(f"sizes of a path must be powers of 2: {self}")
 
@@ -219,26 +222,32 @@ def _dot_step(
 def _dot_kernel(
     x, norm_weight, weight, bias, out, eps, num_tokens, x_stride, out_stride,
     N: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, DEPTH: tl.constexpr,
-    SWAP: tl.constexpr, WIDEN: tl.constexpr, AHEAD: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, PARTS: tl.constexpr,
+    DEPTH: tl.constexpr, SWAP: tl.constexpr, WIDEN: tl.constexpr, AHEAD: tl.constexpr, THREADS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program for each ``BLOCK_N`` rows of W. Tiles are [rows, K], or [SPLIT, rows, K]: one product for each part of
+    """A program for each ``BLOCK_N`` rows of W, and each of the ``PARTS`` of K: with several, ``out`` has one more
+    dimension in front. Tiles are [rows, K], or [SPLIT, rows, K]: one product for each part of
     K, each of them a warp's. Only without ``SWAP`` are the tokens on the left. Where a block is as long as a row, all
     weights of a program are under way to its registers before it waits; else a pipeline brings them, through L2."""
     STEP: tl.constexpr = SPLIT * BLOCK_K
-    WHOLE: tl.constexpr = K <= STEP
+    OWN_K: tl.constexpr = K // PARTS
+    WHOLE: tl.constexpr = OWN_K <= STEP
     WIDTH: tl.constexpr = BLOCK_N // 2 if SILU else BLOCK_N
     MASK_N: tl.constexpr = N % WIDTH != 0
-    MASK_K: tl.constexpr = K % STEP != 0
+    MASK_K: tl.constexpr = OWN_K % STEP != 0
     let_next_begin(PDL)
-    program, tokens = tl.program_id(0), tl.arange(0, BLOCK_M)
+    program, part, tokens = tl.program_id(0), tl.program_id(1), tl.arange(0, BLOCK_M)
+    weight += part * OWN_K
+    x += part * OWN_K
+    out += part * num_tokens * N
     inner = tl.arange(0, BLOCK_K)[None, :]
     if SPLIT > 1:
         inner = (tl.arange(0, SPLIT) * BLOCK_K)[:, None, None] + inner
     first, rows, there = _rows_of(program, N, SILU, BLOCK_N)
     w_at = weight + first * K + (rows * K)[:, None] + inner
     if WHOLE:
-        w = _load(w_at, there[:, None] & (inner < K), MASK_N or MASK_K)
+        w = _load(w_at, there[:, None] & (inner < OWN_K), MASK_N or MASK_K)
     _prefetch_rows(weight, program, N, K, SILU, BLOCK_N, AHEAD, THREADS)
     offset = tl.load(bias + first + rows, mask=there, other=0.0).to(tl.float32) if BIAS else 0.0
     wait_for_previous(PDL)
@@ -256,11 +265,11 @@ def _dot_kernel(
         total, squares = tl.zeros((LEFT, RIGHT), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
     if WHOLE:
         total, squares = _dot_step(
-            w, x_at, norm_weight + inner, real, inner < K, total, squares, MASK_K, NORM, SPLIT, SWAP, WIDEN
+            w, x_at, norm_weight + inner, real, inner < OWN_K, total, squares, MASK_K, NORM, SPLIT, SWAP, WIDEN
         )
     else:
-        for k in tl.range(0, K, STEP, num_stages=DEPTH):
-            inside = k + inner < K
+        for k in tl.range(0, OWN_K, STEP, num_stages=DEPTH):
+            inside = k + inner < OWN_K
             w = _load(w_at + k, there[:, None] & inside, MASK_N or MASK_K)
             # The norm's weight is loaded as a tile, though its rows are equal: so small a load as a row would not go
             # through the pipeline, but be waited for in each round.
@@ -274,6 +283,26 @@ def _dot_kernel(
     if NORM:
         result *= tl.rsqrt(squares / K + eps)[:, None]
     _finish(result, offset, before, target, kept, SILU, BIAS, ADD, BLOCK_M, BLOCK_N)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _splitk_reduce_kernel(
+    parts, bias, out, num_tokens, out_stride,
+    N: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """A program for each token and ``BLOCK`` outputs; the parts are added in their order, so always the same."""
+    let_next_begin(PDL)
+    token, columns = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < N
+    offset = tl.load(bias + columns, mask=mask, other=0.0).to(tl.float32) if BIAS else 0.0
+    wait_for_previous(PDL)
+    target = out + token * out_stride + columns
+    before = tl.load(target, mask=mask, other=0.0).to(tl.float32) if ADD else 0.0
+    total = tl.zeros((BLOCK,), tl.float32)
+    for part in tl.static_range(PARTS):
+        total += tl.load(parts + (part * num_tokens + token) * N + columns, mask=mask, other=0.0)
+    tl.store(target, (total + offset + before).to(out.dtype.element_ty), mask=mask)
 
 
 # -------------------------------------------------------------------------------------------------------- products
@@ -311,16 +340,23 @@ def skinny(
     n = num_rows // 2 if silu else num_rows
     assert 0 < num_tokens <= MAX_TOKENS and out.shape == (num_tokens, n) and width == k and num_rows % (1 + silu) == 0
     assert x.stride(1) == out.stride(1) == 1 and weight.is_contiguous() and x.dtype == weight.dtype == out.dtype
+    assert path.parts == 1 or (path.kind == "dot" and norm is None and not silu and k % path.parts == 0)
     norm_weight, eps = (x, 0.0) if norm is None else norm
-    block_n, launch, whole = max(path.block_n, 1 + silu), pdl_options(x.device, pdl), path.block_k * path.split >= k
-    ahead = _ahead(weight, block_n, 32 * path.num_warps) if launch["PDL"] and not whole else 0
+    launch, block_n, own_k = pdl_options(x.device, pdl), max(path.block_n, 1 + silu), k // path.parts
+    whole = path.block_k * path.split >= own_k
+    ahead = _ahead(path, weight, own_k, block_n) if launch["PDL"] and not whole else 0
+    target, biased, adds = out, bias is not None, add
+    if path.parts > 1:
+        target = torch.empty((path.parts, num_tokens, n), dtype=torch.float32, device=x.device)
+        biased = adds = False
     sizes = {
-        "N": n, "K": k, "NORM": norm is not None, "SILU": silu, "BIAS": bias is not None, "ADD": add,
+        "N": n, "K": k, "NORM": norm is not None, "SILU": silu, "BIAS": biased, "ADD": adds,
         "BLOCK_N": block_n, "DEPTH": path.depth, "AHEAD": ahead, "THREADS": 32 * path.num_warps,
         "num_warps": path.num_warps,
     }  # fmt: skip
-    tensors = (x, norm_weight, weight, x if bias is None else bias, out, eps, num_tokens, x.stride(0), out.stride(0))
-    grid, block_m = (triton.cdiv(num_rows, block_n),), triton.next_power_of_2(num_tokens)
+    offset = x if bias is None else bias
+    tensors = (x, norm_weight, weight, offset, target, eps, num_tokens, x.stride(0), target.stride(-2))
+    grid, block_m = (triton.cdiv(num_rows, block_n), path.parts), triton.next_power_of_2(num_tokens)
     if path.kind == "gemv":
         block_k = min(path.block_k, triton.next_power_of_2(k))
         vector = min(16 // x.element_size(), block_k)
@@ -330,18 +366,28 @@ def skinny(
         swap = block_n >= 16 and not (block_m == 64 > block_n and path.split == 1)
         _dot_kernel[grid](
             *tensors, **sizes, BLOCK_M=max(block_m, 8 if swap else 16), BLOCK_K=path.block_k, SPLIT=path.split,
-            SWAP=swap, WIDEN=_INTERPRETED and x.dtype == torch.bfloat16, **launch,
+            PARTS=path.parts, SWAP=swap, WIDEN=_INTERPRETED and x.dtype == torch.bfloat16, **launch,
+        )  # fmt: skip
+    if path.parts > 1:
+        _splitk_reduce_kernel[num_tokens, triton.cdiv(n, 256)](
+            target, offset, out, num_tokens, out.stride(0),
+            N=n, PARTS=path.parts, BIAS=bias is not None, ADD=add, BLOCK=256, num_warps=2, **launch,
         )  # fmt: skip
     return out
 
 
-def _ahead(weight: Tensor, block_n: int, threads: int) -> int:
-    """Columns of W that a program prefetches: all, if L2 has room for a matrix and the next; of a larger one what a
-    multiprocessor reads while it waits for memory. None where that does not come out in pieces of 16 bytes."""
-    k, size = weight.shape[1], weight.element_size()
-    columns = k if weight.numel() * size <= 2**24 else min(2**15 // (block_n * size), k)
+def _ahead(path: LinearPath, weight: Tensor, own_k: int, block_n: int) -> int:
+    """Columns that a program prefetches, of its ``own_k``: all, if L2 has room for W and the next matrix. Of a larger
+    one "dot" takes what a multiprocessor reads while it waits for memory; "gemv" has as much under way in its many
+    programs' registers. None where they do not make pieces of 16 bytes, or most programs come when nobody waits."""
+    size, threads = weight.element_size(), 32 * path.num_warps
+    small = weight.numel() * size <= 2**24
+    if not small and (path.kind == "gemv" or weight.numel() * size > 2**26):
+        return 0
+    columns = own_k if small else min(2**15 // (block_n * size), own_k)
     even = threads % block_n == 0 and columns * size % (16 * threads // block_n) == 0
-    return columns if even and k * size % 16 == weight.data_ptr() % 16 == 0 else 0
+    aligned = weight.shape[1] * size % 16 == own_k * size % 16 == weight.data_ptr() % 16 == 0
+    return columns if even and aligned else 0
 
 
 def default_path(num_tokens: int, n: int, k: int) -> LinearPath:
