@@ -21,10 +21,18 @@ from torch import Tensor
 from triton_helpers import DEVICE, MARKS, NAN, check_compilation, poison, randn, triton
 
 from minisgl import LLM, SamplingParams
-from minisgl.engine.attention import load_attention
+from minisgl.benchmark.tune_decode import ALTERED, altered
+from minisgl.engine.attention import AttentionShape, load_attention
 from minisgl.engine.attention.triton_backend import TritonAttention
 from minisgl.forward import ForwardBatch
-from minisgl.kernels.triton_attention import choose_heads, decode_attention, lay_out, prefill_attention
+from minisgl.kernels.triton_attention import (
+    DecodeOptions,
+    DecodePlan,
+    choose_options,
+    decode_attention,
+    lay_out,
+    prefill_attention,
+)
 
 pytestmark = MARKS
 # Rounding of the result (half a unit in the last place), and of the weights before they meet V.
@@ -81,16 +89,29 @@ class Step:
         torch.testing.assert_close(out.double(), self.exact, atol=tolerance, rtol=tolerance)
 
 
-def decode(step: Step, lengths: Tensor | None = None, *, num_programs: int, **options: int) -> Tensor:
+NEVER, ALWAYS = -(10**6), 10**6  # patience with whole items
+
+
+def decode(
+    step: Step,
+    lengths: Tensor | None = None,
+    *,
+    num_programs: int,
+    heads: int = 1,
+    patience: int = NEVER,
+    **options: int,
+) -> Tensor:
     """Twice: the second launch finds the counters as the first one did. What is not written stays NaN."""
     page_table, seq_lens = step.batch.page_table, step.batch.seq_lens if lengths is None else lengths
     counters, out = torch.zeros(num_programs, dtype=torch.int32, device=DEVICE), step.new_out()
+    chosen = DecodeOptions(heads=heads, patience=patience, **options)
+    _, _, page_size, num_kv_heads, _ = step.kv.shape
     for _ in range(2):
         out.fill_(NAN)
-        decode_attention(
-            step.q, step.kv, out, page_table, seq_lens, lay_out(seq_lens), counters,
-            scale=step.scale, num_programs=num_programs, **options,
-        )  # fmt: skip
+        plan = lay_out(
+            seq_lens, page_table, chosen, num_programs=num_programs, num_kv_heads=num_kv_heads, page_size=page_size
+        )
+        decode_attention(step.q, step.kv, out, page_table, seq_lens, plan, counters, scale=step.scale)
         assert not counters.any()
     return out
 
@@ -136,14 +157,63 @@ def last_to_first() -> Iterator[None]:
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=4), st.integers(1, 12), st.sampled_from([1, 2]))
+@given(
+    st.lists(st.integers(1, 50), min_size=1, max_size=4),
+    st.integers(1, 12),
+    st.sampled_from([1, 2]),
+    st.sampled_from([NEVER, 0, 2, ALWAYS]),
+)
 def test_any_lengths_over_any_number_of_programs_in_either_order(
-    lengths: list[int], num_programs: int, heads: int
+    lengths: list[int], num_programs: int, heads: int, patience: int
 ) -> None:
     step = Step([1] * len(lengths), [n - 1 for n in lengths])
-    step.check(decode(step, num_programs=num_programs, heads=heads, block_rows=16))
+    step.check(decode(step, num_programs=num_programs, heads=heads, block_rows=16, patience=patience))
     with last_to_first():
-        step.check(decode(step, num_programs=num_programs, heads=heads, block_rows=16))
+        step.check(decode(step, num_programs=num_programs, heads=heads, block_rows=16, patience=patience))
+
+
+def records_of(lengths: list[int], options: DecodeOptions, num_programs: int) -> list[list[int]]:
+    """With 2 KV heads; request i has pages 100 * i and following, of 16 tokens."""
+    pages = 100 * torch.arange(len(lengths))[:, None] + torch.arange(100)
+    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    plan = lay_out(seq_lens, pages.int().to(DEVICE), options, num_programs=num_programs, num_kv_heads=2, page_size=16)
+    assert isinstance(plan, DecodePlan)
+    return plan.records[:, :9].tolist()
+
+
+def test_a_record_says_what_a_program_begins_and_ends_with() -> None:
+    """First item, its token, its length and the token's page; last item and the token where it ends; the programs that
+    share the first item, and the last of those that share the last one."""
+    options, open_end = DecodeOptions(heads=1, block_rows=16, each=1, patience=NEVER), 2**31 - 1
+    records = records_of([50, 5], options, 4)  # of 4, 4, 1 and 1 blocks: stretches of 3
+    assert records[0][:6] == [0, 0, 50, 0, 0, 48] and records[0][8] == 1
+    assert records[1] == [0, 48, 50, 3, 1, 32, 0, 1, 2]
+    assert records[2][:8] == [1, 32, 50, 2, 2, open_end, 1, 2]
+    assert records[3][:6] == [3, 0, 5, 100, 3, open_end]
+    records = records_of([1], options, 3)  # two heads' blocks for three programs
+    assert records[0][:6] == [0, 0, 1, 0, 0, open_end] and records[1][:6] == [1, 0, 1, 0, 1, open_end]
+    assert records[2][0] > records[2][4]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "num_programs", "each", "patience", "is_whole"),
+    [
+        ([64] * 4, 7, 1, 2, False),  # 8 blocks for one of the programs, 5 if they are cut
+        ([64] * 4, 7, 1, 3, True),
+        ([48] * 3, 10, 2, 1, False),  # two programs of a multiprocessor read 6 blocks, 4 if they are cut
+        ([48] * 3, 10, 2, 2, True),
+        ([640, 16], 4, 1, 2, False),
+    ],
+)
+def test_items_stay_whole_where_that_takes_hardly_longer(
+    lengths: list[int], num_programs: int, each: int, patience: int, is_whole: bool
+) -> None:
+    options = DecodeOptions(heads=1, block_rows=16, each=each, patience=patience)
+    records = [record for record in records_of(lengths, options, num_programs) if record[0] <= record[4]]
+    assert all(record[1] == 0 for record in records) == is_whole
+    if is_whole:
+        items = [item for record in records for item in range(record[0], record[4] + 1)]
+        assert items == list(range(2 * len(lengths))) and all(record[5] == 2**31 - 1 for record in records)
 
 
 @pytest.mark.parametrize(("heads", "num_warps"), [(8, 1), (2, 4), (3, 4)])
@@ -168,15 +238,22 @@ def test_prefill_with_and_without_a_prefix(page_size: int) -> None:
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
 def test_any_head_dim_and_dtype(dim: int, dtype: torch.dtype) -> None:
     step = Step([1, 19], [40, 3], dim=dim, dtype=dtype, scale=dim**-0.5, kv_heads=1, heads=2)
-    attention = TritonAttention(DEVICE)
-    step.check(run(attention, step))
+    step.check(run(attention_of(step), step))
 
 
 @pytest.mark.parametrize("group", range(1, 9))
 def test_any_group(group: int) -> None:
     """Also groups that do not divide a tile: some of its rows are then empty."""
     step = Step([1, 19, 1], [40, 3, 7], heads=2 * group, kv_heads=2)
-    step.check(run(TritonAttention(DEVICE), step))
+    step.check(run(attention_of(step), step))
+
+
+def attention_of(step: Step) -> TritonAttention:
+    _, _, page_size, num_kv_heads, head_dim = step.kv.shape
+    shape = AttentionShape(
+        dtype=step.q.dtype, num_heads=step.q.shape[1], num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=page_size
+    )
+    return TritonAttention(shape, DEVICE)
 
 
 def run(attention: TritonAttention, step: Step, batch: ForwardBatch | None = None) -> Tensor:
@@ -187,14 +264,14 @@ def run(attention: TritonAttention, step: Step, batch: ForwardBatch | None = Non
 @pytest.mark.parametrize("new", [[1, 1], [3, 3], [1, 4], [1, 1, 4, 1, 2]])
 def test_decodes_and_prompts_of_a_step_have_a_kernel_each(new: list[int]) -> None:
     step = Step(new, [70, 600, 3, 4, 0][: len(new)])
-    step.check(run(TritonAttention(DEVICE), step))
+    step.check(run(attention_of(step), step))
 
 
 def test_queries_may_be_a_view_of_the_merged_projection() -> None:
     step = Step([1, 5], [3, 20])
     merged = torch.cat((step.q, randn(step.q.shape[0], 4, 16)), dim=1)
     step.q = merged[:, :4]
-    step.check(run(TritonAttention(DEVICE), step))
+    step.check(run(attention_of(step), step))
 
 
 @pytest.mark.parametrize("num_programs", [1, 4, 20])
@@ -223,12 +300,13 @@ def test_a_plan_holds_for_a_graph_whose_requests_grow() -> None:
     """`plan` and `forward` with the lengths of a step's first tokens on the host; the device knows the true ones."""
     step = Step([1, 1, 1], [70, 600, 3])
     short = replace(step.batch, host_seq_lens=np.ones(3, np.int32))
-    step.check(run(TritonAttention(DEVICE), step, short))
+    step.check(run(attention_of(step), step, short))
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="only CUDA has graphs")
 def test_a_captured_step_serves_requests_that_grow() -> None:
-    step, attention = Step([1, 1, 1, 1], [70, 600, 3, 1999], page_size=64), TritonAttention(DEVICE)
+    step = Step([1, 1, 1, 1], [70, 600, 3, 1999], page_size=64)
+    attention = attention_of(step)
     lengths = torch.ones_like(step.batch.seq_lens)
     batch = replace(step.batch, seq_lens=lengths)
     run(attention, step, batch)  # compiles
@@ -246,7 +324,8 @@ def test_a_captured_step_serves_requests_that_grow() -> None:
 
 
 def test_neither_plan_nor_forward_reads_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    step, attention, reads = Step([1, 5], [3, 20]), TritonAttention(DEVICE), []
+    step, reads = Step([1, 5], [3, 20]), []
+    attention = attention_of(step)
     planned = replace(step.batch, attn_metadata=attention.plan(step.batch))
     attention.forward(step.q, step.kv, planned, scale=1.0)  # compiles
     if DEVICE == "cuda":
@@ -264,13 +343,20 @@ def test_neither_plan_nor_forward_reads_from_the_device(monkeypatch: pytest.Monk
     assert not reads
 
 
-def test_an_item_takes_heads_that_cost_nothing_and_is_cut_into_few_pieces() -> None:
+def test_an_item_takes_heads_that_cost_nothing_if_it_is_hardly_cut() -> None:
     def chosen(num_requests: int, num_kv_heads: int = 8, group: int = 2) -> int:
-        return choose_heads(num_requests, num_kv_heads, group, num_programs=400)
+        heads = dict(num_heads=num_kv_heads * group, num_kv_heads=num_kv_heads)
+        return choose_options(num_requests, **heads, head_dim=128, num_programs=264).heads
 
-    assert [chosen(r) for r in (1, 25, 50, 100, 1000)] == [1, 2, 4, 8, 8]
+    assert [chosen(r) for r in (1, 64, 197, 198, 256, 1000)] == [1, 1, 1, 8, 8, 8]
     assert [chosen(1000, group=g) for g in (1, 2, 3, 4, 5, 8, 16)] == [8, 8, 4, 4, 2, 2, 1]
     assert [chosen(1000, num_kv_heads=n, group=1) for n in (1, 2, 5, 6)] == [1, 2, 1, 2]
+
+
+@pytest.mark.parametrize("name", ALTERED)
+def test_the_kernels_that_are_altered_to_be_measured_can_be_made(name: str, tmp_path: Path) -> None:
+    """What is to be put otherwise stands in the module, once."""
+    assert altered(name, tmp_path).decode_attention is not decode_attention
 
 
 def test_the_backend_is_chosen_by_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,13 +393,15 @@ def test_greedy_tokens_equal_those_of_the_torch_backend(page_size: int) -> None:
 COMPILE = """
 from minisgl.kernels import triton_attention
 
+TYPES |= dict.fromkeys(["plan"], "*i32")
 heads = dict(NUM_KV_HEADS=8, GROUP=3, HEAD_DIM=80)
-tile = dict(PAGE_SIZE=64, BLOCK_K=64, BLOCK_D=128, WIDEN=False)
+tile = dict(PAGE_SIZE=64, BLOCK_K=64, BLOCK_D=128, WIDEN=False, PDL=True)
 assert "mma" in check(triton_attention._prefill_kernel, **heads, **tile, BLOCK_R=8, BLOCK_M=64)
-tile = dict(PAGE_SIZE=64, BLOCK_D=128, WIDEN=False, BLOCK_S=16, BLOCK_P=4, BLOCK_R=8)
+tile = dict(PAGE_SIZE=64, BLOCK_D=128, WIDEN=False, BLOCK_S=16, BLOCK_P=4, RECORD=16, PDL=True)
 ptx = check(triton_attention._decode_kernel, **heads, **tile, HEADS=4, BLOCK_K=16, BLOCK_M=16)
-assert "mma" in ptx and "atom.global.gpu.acq_rel" in ptx
-check(triton_attention._line_kernel, BLOCK_R=8)
+assert "mma" in ptx and "atom.global.gpu.acq_rel" in ptx and "griddepcontrol.wait" in ptx
+line = dict(NUM_SETS=2, BLOCK_K=16, PAGE_SIZE=64, BLOCK_R=8, BITS=3, BLOCK_P=16, RECORD=16, PDL=True)
+assert "griddepcontrol.wait" in check(triton_attention._plan_kernel, **line)
 """
 
 

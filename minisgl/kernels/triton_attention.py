@@ -8,15 +8,19 @@ query a running maximum, sum and weighted sum of V (`_absorb`), so that no row o
 heads that share a KV head are rows of one tile: K and V are read once for all of them.
 
 Decoding reads each K and V once and computes little: it is as fast as memory if every multiprocessor reads all the
-time. So the work is cut by bytes, not by requests. The tokens of all requests, once for each set of KV heads, lie in
+time. So the work is cut by bytes, not by requests. The blocks of all requests, once for each set of KV heads, lie in
 one *line*; a fixed number of programs, as many as the device can run at once, take equal stretches of it:
 
     requests and heads   | request 0, heads 0 | request 0, heads 1 | request 1, heads 0 | request 1, heads 1 |
     programs             |      0       |      1       |      2       |      3       |      4       |    5   |
 
 A stretch may begin and end inside an *item* (a request and a set of heads). Who has all of an item writes its result;
-otherwise each writes its *piece* to memory, and the last of them to arrive merges the pieces. All of this follows from
-the lengths on the device: the host plans nothing, and a graph stays right while its requests grow.
+otherwise each writes its *piece* to memory, and the last of them to arrive merges the pieces. A merge takes as long as
+two blocks or so; where whole items share the work about as well, each program takes whole items.
+
+All of this follows from the lengths, on the device: the host plans nothing, and a graph stays right while its requests
+grow. `lay_out` does it once for all layers of a step. It leaves each program a record of all that it has to know before
+it can ask for its first K and V: in a small batch the time is that of a few reads one after the other.
 
 Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao, "FlashAttention-2", 2023 (a
 program owns a block of queries; one division, at the end); Dao, Haziza, Massa, Sizov, "Flash-Decoding for long-context
@@ -27,6 +31,7 @@ inference", 2023 (a request's tokens divided over programs); Sanovar et al., "Le
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -35,6 +40,7 @@ from torch import Tensor
 
 from minisgl.kernels.triton_launch import let_next_begin, pdl_options, wait_for_previous
 
+_RECORD = 16  # int32 of a program in a plan, see `_plan_kernel`
 _MIN_ROWS = 16  # the least number of rows that `tl.dot` takes
 _LOG2_E = math.log2(math.e)  # weights are powers of 2, which the hardware has an instruction for
 
@@ -150,50 +156,115 @@ def _prefill_kernel(
         tl.store(out + (places_in_n * out_stride)[:, None] + columns, result.to(out.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _find_block(line, num_requests, place, NUM_SETS: tl.constexpr, BLOCK_R: tl.constexpr, BITS: tl.constexpr):
+    """Which block lies at ``place`` of the line: its item (request * NUM_SETS + set), its number within the item, and
+    the item's number of blocks. At the line's end: block 0 behind the last item."""
+    request = tl.zeros_like(place)  # the last that begins at or before the place, found by halving
+    for bit in tl.static_range(BITS):
+        middle = request + (BLOCK_R >> (bit + 1))
+        begins = tl.load(line + middle, mask=middle < num_requests, other=2147483647) * NUM_SETS
+        request = tl.where((middle < num_requests) & (begins <= place), middle, request)
+    begin = tl.load(line + request)
+    num_blocks = tl.load(line + request + 1) - begin
+    within = place - begin * NUM_SETS
+    return request * NUM_SETS + within // num_blocks, within % num_blocks, num_blocks
+
+
+@triton.jit
+def _whole_border(line, num_requests, place, NUM_SETS: tl.constexpr, BLOCK_R: tl.constexpr, BITS: tl.constexpr):
+    """The border between items that is nearest to ``place``: the item behind it, and its own place."""
+    item, block, num_blocks = _find_block(line, num_requests, place, NUM_SETS, BLOCK_R, BITS)
+    up = 2 * block >= num_blocks
+    return tl.where(up, item + 1, item), place - block + tl.where(up, num_blocks, 0)
+
+
 @triton.jit(do_not_specialize=["num_requests"])
-def _line_kernel(seq_lens, line, num_requests, BLOCK_R: tl.constexpr, PDL: tl.constexpr):
-    """Where each request begins in the line, and behind them the line's end. One program."""
+def _plan_kernel(
+    seq_lens, page_table, line, plan, num_requests, table_stride, num_programs, num_multiprocessors, patience,
+    NUM_SETS: tl.constexpr, BLOCK_K: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK_R: tl.constexpr, BITS: tl.constexpr, BLOCK_P: tl.constexpr, RECORD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The record of each program of a decode step. One program."""
     let_next_begin(PDL)
     wait_for_previous(PDL)
     each = tl.arange(0, BLOCK_R)
     there = each < num_requests
     lengths = tl.load(seq_lens + each, mask=there, other=0)
-    # A request without tokens (padding of a graph) has a place all the same: somebody must write its zeros.
-    places = tl.where(there, tl.maximum(lengths, 1), 0)
-    tl.store(line + 1 + each, tl.cumsum(places, axis=0), mask=there)
+    # A request without tokens (padding of a graph) has a block all the same: somebody must write its zeros.
+    blocks = tl.where(there, tl.maximum(tl.cdiv(lengths, BLOCK_K), 1), 0)
+    tl.store(line + 1 + each, tl.cumsum(blocks, axis=0), mask=there)
     tl.store(line, 0)
+    tl.debug_barrier()  # what some threads stored, all shall read
+    num_blocks, num_items = tl.sum(blocks, axis=0) * NUM_SETS, num_requests * NUM_SETS
+    programs = tl.arange(0, BLOCK_P)
+
+    # Equal stretches.
+    share = tl.cdiv(num_blocks, num_programs)
+    place, next_place = tl.minimum(programs * share, num_blocks), tl.minimum((programs + 1) * share, num_blocks)
+    item, block, size = _find_block(line, num_requests, place, NUM_SETS, BLOCK_R, BITS)
+    next_item, next_block, next_size = _find_block(line, num_requests, next_place, NUM_SETS, BLOCK_R, BITS)
+    # Who has the first and the last block of the item that a stretch cuts in its begin, or the last of that in its end.
+    first_of_first, last_of_first = (place - block) // share, (place - block + size - 1) // share
+    last_of_last = (next_place - next_block + next_size - 1) // share
+    # Whole items: how much has the busiest multiprocessor to read, and how much would it be if all had the same?
+    width = tl.minimum(num_programs, num_items)
+    target = tl.cdiv(num_blocks, width)
+    place, next_place = tl.minimum(programs * target, num_blocks), tl.minimum((programs + 1) * target, num_blocks)
+    whole, place = _whole_border(line, num_requests, place, NUM_SETS, BLOCK_R, BITS)
+    next_whole, next_place = _whole_border(line, num_requests, next_place, NUM_SETS, BLOCK_R, BITS)
+    most = tl.max(next_place - place, axis=0) * tl.cdiv(width, num_multiprocessors)
+    if most <= tl.cdiv(num_blocks, num_multiprocessors) + patience:
+        item, block, next_item, next_block = whole, block * 0, next_whole, next_block * 0
+
+    last = tl.where(next_block > 0, next_item, next_item - 1)
+    request, start = item // NUM_SETS, block * BLOCK_K
+    works = (programs < num_programs) & (item <= last)
+    length = tl.load(seq_lens + request, mask=works, other=0)
+    page_row = page_table + request.to(tl.int64) * table_stride
+    page = tl.load(page_row + start // PAGE_SIZE, mask=works & (start < length), other=0)
+    record, mask = plan + programs * RECORD, programs < num_programs
+    tl.store(record, item, mask=mask)  # the first item of the program's stretch
+    tl.store(record + 1, start, mask=mask)  # its token that the stretch begins with
+    tl.store(record + 2, length, mask=mask)  # its number of tokens
+    tl.store(record + 3, page, mask=mask)  # where that token lies
+    tl.store(record + 4, last, mask=mask)  # the stretch's last item; before the first if the program has no work
+    tl.store(record + 5, tl.where(next_block > 0, next_block * BLOCK_K, 2147483647), mask=mask)  # its tokens end here
+    tl.store(record + 6, first_of_first, mask=mask)
+    tl.store(record + 7, last_of_first, mask=mask)
+    tl.store(record + 8, last_of_last, mask=mask)
 
 
 @triton.jit
 def _merge(
-    pieces, first, last, num_programs, SIZE: tl.constexpr, BLOCK_S: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,
+    pieces, first, last, num_programs, SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """The result of an item, ``[BLOCK_S, BLOCK_D]``, of which programs ``first`` to ``last`` wrote a piece each:
-    a running softmax over pieces, ``BLOCK_P`` at a time."""
-    rows, dims = tl.minimum(tl.arange(0, BLOCK_S), SIZE - 1), tl.arange(0, BLOCK_D)
-    peak = tl.full((BLOCK_S,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_S,), tl.float32)
+    """The result of an item, ``[BLOCK_S, BLOCK_D]``, of which programs ``first`` to ``last`` wrote a piece each.
+
+    A thread has the same elements of all pieces and reads their weights itself: so no thread waits for another, and
+    ``BLOCK_P`` pieces are on their way at a time."""
+    rows, dims = tl.minimum(tl.arange(0, BLOCK_S), SIZE - 1)[:, None], tl.arange(0, BLOCK_D)[None, :]
+    peak = tl.full((BLOCK_S, BLOCK_D), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
     acc = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
-    peaks = pieces + 2 * num_programs * (SIZE * HEAD_DIM)
-    totals = peaks + 2 * num_programs * SIZE
-    for start in range(first, last + 1, BLOCK_P):
-        programs = start + tl.arange(0, BLOCK_P)
-        there = (programs <= last)[:, None]
-        places = _place(programs, first, num_programs)[:, None] * SIZE + rows[None, :]
-        # ".cg": from L2, where other multiprocessors wrote it.
-        its_peak = tl.load(peaks + places, mask=there, other=float("-inf"), cache_modifier=".cg")
-        its_total = tl.load(totals + places, mask=there, other=0.0, cache_modifier=".cg")
-        its_acc = tl.load(
-            pieces + (places * HEAD_DIM)[:, :, None] + dims[None, None, :],
-            mask=there[:, :, None] & (dims < HEAD_DIM)[None, None, :], other=0.0, cache_modifier=".cg",
-        )  # fmt: skip
-        new_peak = tl.maximum(peak, tl.max(its_peak, axis=0))
-        shrink, its_shrink = tl.exp2(peak - new_peak), tl.exp2(its_peak - new_peak[None, :])
-        total = total * shrink + tl.sum(its_total * its_shrink, axis=0)
-        acc = acc * shrink[:, None] + tl.sum(its_acc * its_shrink[:, :, None], axis=0)
-        peak = new_peak
-    return acc / total[:, None]
+    for begin in range(0, last - first + 1, BLOCK_P):
+        for i in tl.static_range(BLOCK_P):
+            program = first + begin + i
+            place = _place(program, first, num_programs) * SIZE + rows
+            there = (program + tl.zeros_like(dims) <= last) & (dims < HEAD_DIM)
+            # ".cg": from L2, where other multiprocessors wrote it.
+            piece = tl.load(pieces + place * HEAD_DIM + dims, mask=there, other=0.0, cache_modifier=".cg")
+            weight = tl.load(
+                pieces + 2 * num_programs * (SIZE * HEAD_DIM) + place + dims * 0,
+                mask=there, other=float("-inf"), cache_modifier=".cg",
+            )  # fmt: skip
+            new_peak = tl.maximum(tl.maximum(peak, weight), -1e38)  # finite, also where no piece is
+            shrink, weight = tl.exp2(peak - new_peak), tl.exp2(weight - new_peak)
+            total = total * shrink + weight
+            acc = acc * shrink + piece * weight
+            peak = new_peak
+    return acc / total
 
 
 @triton.jit
@@ -203,17 +274,16 @@ def _place(program, first, num_programs):
     return tl.where(program == first, program + num_programs, program)
 
 
-@triton.jit(do_not_specialize=["num_requests"])
+@triton.jit
 def _decode_kernel(
-    q, kv, out, pieces, counters, page_table, seq_lens, line, num_requests, scale,
+    q, kv, out, pieces, counters, page_table, seq_lens, plan, scale,
     q_stride, out_stride, v_offset, table_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    HEADS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr, RECORD: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Each program walks over its stretch of the line, item by item."""
     let_next_begin(PDL)
-    wait_for_previous(PDL)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     NUM_SETS: tl.constexpr = NUM_KV_HEADS // HEADS
     SIZE: tl.constexpr = HEADS * GROUP  # query heads of an item
@@ -227,85 +297,76 @@ def _decode_kernel(
     q_offsets = rows[:, None] * HEAD_DIM + dims[None, :]
     q_mask = (rows < SIZE)[:, None] & (dims < HEAD_DIM)[None, :]
 
-    # The stretch, and the first request that has a part in it. A stretch is at least a block.
-    line_end = tl.load(line + num_requests) * NUM_SETS
-    share = tl.maximum(tl.cdiv(line_end, num_programs), BLOCK_K)
-    begin = program * share
-    end = tl.minimum(begin + share, line_end)
-    each = tl.arange(0, BLOCK_R)
-    starts = tl.load(line + each, mask=each < num_requests, other=2147483647)
-    request = tl.sum((starts <= begin // NUM_SETS).to(tl.int32), axis=0) - 1
-    first_place = tl.load(line + request)
-    num_places = tl.load(line + request + 1) - first_place
-    head_set = (begin - first_place * NUM_SETS) // num_places
-    item_begin = first_place * NUM_SETS + head_set * num_places
+    wait_for_previous(PDL)
+    record = plan + program * RECORD
+    item, start, length, page = tl.load(record), tl.load(record + 1), tl.load(record + 2), tl.load(record + 3)
+    last_item, last_stop = tl.load(record + 4), tl.load(record + 5)
+    first_of_first, last_of_first, last_of_last = tl.load(record + 6), tl.load(record + 7), tl.load(record + 8)
 
-    while item_begin < end:
-        # A border that cuts an item moves down to the next whole block of it; so at the item's first block it moves
-        # down to the item's begin, and the program behind it has the whole item.
-        item_end = item_begin + num_places
-        last = (item_end - 1) // share
-        first = tl.minimum((item_begin + BLOCK_K - 1) // share, last)
-        if first <= program:
-            page_row = page_table + request.to(tl.int64) * table_stride
-            first_head = head_set * HEADS
-            start = tl.maximum(begin - item_begin, 0) // BLOCK_K * BLOCK_K
-            pages = _find_pages(page_row, start, places, item_end - item_begin, PAGE_SIZE, BLOCK_K)
-            length = tl.load(seq_lens + request)
-            q_item = q + request.to(tl.int64) * q_stride + head_set * (SIZE * HEAD_DIM)
-            q_tile = tl.load(q_item + q_offsets, mask=q_mask, other=0.0)
-            stop = length
-            if program < last:
-                stop = (end - item_begin) // BLOCK_K * BLOCK_K
+    while item <= last_item:
+        request, head_set = item // NUM_SETS, item % NUM_SETS
+        q_item = q + request.to(tl.int64) * q_stride + head_set * (SIZE * HEAD_DIM)
+        page_row = page_table + request.to(tl.int64) * table_stride
+        stop = length
+        if item == last_item:
+            stop = tl.minimum(length, last_stop)
+        if PAGE_SIZE % BLOCK_K == 0:
+            pages = page
+        else:
+            pages = _find_pages(page_row, start, places, stop, PAGE_SIZE, BLOCK_K)
+        # What the next item begins with is on its way while this one is read.
+        next_request = (item + 1) // NUM_SETS
+        next_length = tl.load(seq_lens + next_request, mask=item < last_item, other=0)
+        next_page = tl.load(page_table + next_request.to(tl.int64) * table_stride, mask=item < last_item, other=0)
 
-            peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-            # The weights are summed over columns only at the end: within a row that takes several warps.
-            total = tl.zeros((BLOCK_M, BLOCK_K * HEADS), tl.float32)
-            acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-            for token in range(start, stop, BLOCK_K):
-                k, v = _load_kv(
-                    kv, v_offset, pages, token, places, first_head + heads, stop,
-                    NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_K, BLOCK_D,
-                )  # fmt: skip
-                # Asked for one block ahead, so that no block waits for its address.
-                pages = _find_pages(page_row, token + BLOCK_K, places, stop, PAGE_SIZE, BLOCK_K)
-                sees = belongs & (token + places < stop)[None, :]
-                peak, acc, weights, shrink = _absorb(q_tile, k, v, sees, scale, peak, acc, True, WIDEN)
-                total = total * shrink[:, None] + weights
-            totals = tl.sum(total, axis=1)
+        peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        # The weights are summed over columns only at the end: within a row that takes several warps.
+        total = tl.zeros((BLOCK_M, BLOCK_K * HEADS), tl.float32)
+        acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        for token in range(start, stop, BLOCK_K):
+            k, v = _load_kv(
+                kv, v_offset, pages, token, places, head_set * HEADS + heads, stop,
+                NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_K, BLOCK_D,
+            )  # fmt: skip
+            # Asked for one block ahead, so that no block waits for its address.
+            pages = _find_pages(page_row, token + BLOCK_K, places, stop, PAGE_SIZE, BLOCK_K)
+            # With each block anew, from L2: so the first K and V are asked for at once, and not after Q has come. That
+            # the mask depends on the block keeps the compiler from taking this out of the loop.
+            there = q_mask & (token + tl.zeros_like(rows) < stop)[:, None]
+            q_tile = tl.load(q_item + q_offsets, mask=there, other=0.0)
+            sees = belongs & (token + places < stop)[None, :]
+            peak, acc, weights, shrink = _absorb(q_tile, k, v, sees, scale, peak, acc, True, WIDEN)
+            total = total * shrink[:, None] + weights
+        totals = tl.sum(total, axis=1)
+        # A request without tokens has a total of 0: its output is 0.
+        result = acc / tl.where(totals > 0, totals, 1.0)[:, None]
 
-            out_item = out + request.to(tl.int64) * out_stride + head_set * (SIZE * HEAD_DIM)
-            if first == last:
-                # A request without tokens has a total of 0: its output is 0.
-                result = acc / tl.where(totals > 0, totals, 1.0)[:, None]
-                tl.store(out_item + q_offsets, result.to(out.dtype.element_ty), mask=q_mask)
-            else:
-                place = _place(program, first, num_programs) * SIZE
-                statistics = pieces + 2 * num_programs * (SIZE * HEAD_DIM) + place + rows
-                tl.store(pieces + place * HEAD_DIM + q_offsets, acc, mask=q_mask)
-                tl.store(statistics, peak, mask=rows < SIZE)
-                tl.store(statistics + 2 * num_programs * SIZE, totals, mask=rows < SIZE)
-                # All threads have stored; then one of them counts the program in. "acq_rel" publishes what was stored
-                # before, and shows to whoever counts last what the others published.
-                tl.debug_barrier()
-                num_before = tl.atomic_add(counters + first, 1, sem="acq_rel", scope="gpu")
-                if num_before == last - first:
-                    result = _merge(
-                        pieces, first, last, num_programs, SIZE, BLOCK_S, HEAD_DIM, BLOCK_D, BLOCK_P
-                    )  # fmt: skip
-                    merged = tl.arange(0, BLOCK_S)
-                    offsets = merged[:, None] * HEAD_DIM + dims[None, :]
-                    mask = (merged < SIZE)[:, None] & (dims < HEAD_DIM)[None, :]
-                    tl.store(out_item + offsets, result.to(out.dtype.element_ty), mask=mask)
-                    tl.store(counters + first, 0)  # ready for the next launch
+        out_item = out + request.to(tl.int64) * out_stride + head_set * (SIZE * HEAD_DIM)
+        if (start == 0) & (stop == length):
+            tl.store(out_item + q_offsets, result.to(out.dtype.element_ty), mask=q_mask)
+        else:
+            # The programs that have a piece of this item.
+            first, last = program, last_of_last
+            if start > 0:
+                first, last = first_of_first, last_of_first
+            # A piece weighs the sum of its weights, as a power of 2.
+            place = _place(program, first, num_programs) * SIZE
+            tl.store(pieces + place * HEAD_DIM + q_offsets, result, mask=q_mask)
+            weights_of_pieces = pieces + 2 * num_programs * (SIZE * HEAD_DIM)
+            tl.store(weights_of_pieces + place + rows, peak + tl.log2(totals), mask=rows < SIZE)
+            # All threads have stored; then one of them counts the program in. "acq_rel" publishes what was stored
+            # before, and shows to whoever counts last what the others published.
+            tl.debug_barrier()
+            num_before = tl.atomic_add(counters + first, 1, sem="acq_rel", scope="gpu")
+            if num_before == last - first:
+                merged = _merge(pieces, first, last, num_programs, SIZE, HEAD_DIM, BLOCK_S, BLOCK_D, BLOCK_P)
+                own_rows = tl.arange(0, BLOCK_S)
+                offsets = own_rows[:, None] * HEAD_DIM + dims[None, :]
+                mask = (own_rows < SIZE)[:, None] & (dims < HEAD_DIM)[None, :]
+                tl.store(out_item + offsets, merged.to(out.dtype.element_ty), mask=mask)
+                tl.store(counters + first, 0)  # ready for the next launch
 
-        item_begin = item_end
-        head_set += 1
-        if head_set == NUM_SETS:
-            head_set = 0
-            request += 1
-            there = request < num_requests
-            num_places = tl.load(line + request + 1, mask=there, other=0) - tl.load(line + request)
+        item, start, length, page = item + 1, start * 0, next_length, next_page
 
 
 def _check(q: Tensor, kv: Tensor, out: Tensor, page_table: Tensor) -> None:
@@ -326,8 +387,8 @@ def prefill_attention(
     block_m: int = 128,
     block_k: int | None = None,
     num_warps: int = 8,
-    num_stages: int = 3,
-    max_registers: int | None = None,
+    num_stages: int = 2,
+    each: int | None = None,
 ) -> None:
     """Causal attention of requests with any number of new tokens.
 
@@ -344,36 +405,94 @@ def prefill_attention(
         block_k: tokens of K and V in a step, a power of 2, at least 16; by default what suits ``head_dim``.
         num_warps: of a program; 4 or 8 let a block of 64 or 128 rows use Hopper's own matrix instructions.
         num_stages: one more than the blocks of K and V that are on their way or in use at a time.
-        max_registers: of a thread; see `registers_of`.
+        each: programs that shall run on a multiprocessor at once, which bounds their registers; by default 2 where the
+            sums of a program leave room for that.
     """
     _check(q, kv, out, page_table)
     num_requests, (num_kv_heads, head_dim) = seq_lens.shape[0], kv.shape[3:]
     group = q.shape[1] // num_kv_heads
     block_m = max(block_m, triton.next_power_of_2(group))
+    each = each or (2 if head_dim <= 128 else 1)
     grid = (num_kv_heads, q.shape[0] // (block_m // group) + num_requests)
     _prefill_kernel[grid](
         q, kv, out, page_table, cu_seqlens_q, seq_lens, num_requests, scale * _LOG2_E,
         q.stride(0), out.stride(0), kv.stride(0), page_table.stride(0),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, PAGE_SIZE=kv.shape[2],
-        BLOCK_R=_block_r(num_requests), BLOCK_M=block_m, BLOCK_K=block_k or _block_rows(kv),
+        BLOCK_R=_block_r(num_requests), BLOCK_M=block_m, BLOCK_K=block_k or _block_rows(head_dim),
         BLOCK_D=_block_d(head_dim), WIDEN=_widen(q.dtype),
-        num_warps=num_warps, num_stages=num_stages, maxnreg=max_registers, **pdl_options(q.device),
+        num_warps=num_warps, num_stages=num_stages, maxnreg=_registers(each, num_warps), **pdl_options(q.device),
     )  # fmt: skip
 
 
-def lay_out(seq_lens: Tensor) -> Tensor:
-    """The line of a decode step, for all of its layers.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeOptions:
+    """How decodes are cut and computed.
 
     Args:
-        seq_lens: ``[R]`` int32, on the device.
+        heads: KV heads of an item, a power of 2 that divides their number.
+        block_rows: rows of a tile of K and V, ``heads`` for each token: a power of 2, at least 16.
+        num_warps: of a program.
+        num_stages: see `prefill_attention`.
+        each: programs that run on a multiprocessor at once.
+        patience: blocks. So much more may the busiest multiprocessor read, if then no item is cut.
+    """
 
-    Returns:
-        ``[R + 1]`` int32: where each request begins, and the line's end.
+    heads: int
+    block_rows: int = 64
+    num_warps: int = 4
+    num_stages: int = 3
+    each: int = 2
+    patience: int = 2
+
+    @property
+    def block_k(self) -> int:
+        """Tokens of a block."""
+        return self.block_rows // self.heads
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodePlan:
+    """How programs share the decodes of a step, in all of its layers.
+
+    Args:
+        records: ``[num_programs, 16]`` int32, see `_plan_kernel`.
+        options: that they hold for.
+    """
+
+    records: Tensor
+    options: DecodeOptions
+
+
+def lay_out(
+    seq_lens: Tensor,
+    page_table: Tensor,
+    options: DecodeOptions,
+    *,
+    num_programs: int,
+    num_kv_heads: int,
+    page_size: int,
+) -> DecodePlan:
+    """Share the decodes of a step, on the device.
+
+    Args:
+        seq_lens: ``[R]`` int32.
+        page_table: ``[R, P]`` int32.
+        options: see `choose_options`.
+        num_programs: best as many as the device runs at once.
     """
     num_requests = seq_lens.shape[0]
+    assert num_kv_heads % options.heads == 0
     line = torch.empty(num_requests + 1, dtype=torch.int32, device=seq_lens.device)
-    _line_kernel[1,](seq_lens, line, num_requests, BLOCK_R=_block_r(num_requests), **pdl_options(seq_lens.device))
-    return line
+    records = torch.empty(num_programs, _RECORD, dtype=torch.int32, device=seq_lens.device)
+    block_r = _block_r(num_requests)
+    _plan_kernel[1,](
+        seq_lens, page_table, line, records, num_requests, page_table.stride(0),
+        num_programs, max(1, num_programs // options.each), options.patience,
+        NUM_SETS=num_kv_heads // options.heads, BLOCK_K=options.block_k, PAGE_SIZE=page_size,
+        BLOCK_R=block_r, BITS=block_r.bit_length() - 1, BLOCK_P=triton.next_power_of_2(num_programs), RECORD=_RECORD,
+        **pdl_options(seq_lens.device),
+    )  # fmt: skip
+    return DecodePlan(records, options)
 
 
 def decode_attention(
@@ -382,73 +501,61 @@ def decode_attention(
     out: Tensor,
     page_table: Tensor,
     seq_lens: Tensor,
-    line: Tensor,
+    plan: DecodePlan,
     counters: Tensor,
     *,
     scale: float,
-    num_programs: int,
-    heads: int | None = None,
-    block_rows: int | None = None,
-    num_warps: int = 4,
-    num_stages: int = 3,
-    max_registers: int | None = None,
 ) -> None:
     """Attention of requests with one new token each: N is R. A request of length 0 gets zeros.
 
     Args:
         q, kv, out, page_table, seq_lens, scale: see `prefill_attention`.
-        line: `lay_out` of ``seq_lens``.
+        plan: `lay_out` of ``seq_lens`` and ``page_table``.
         counters: ``[num_programs]`` int32 or longer, all 0; 0 again afterwards. Launches that share them must not run
             at the same time.
-        num_programs: best as many as the device runs at once.
-        heads: KV heads of an item, a power of 2 that divides their number; by default `choose_heads`.
-        block_rows: rows of a tile of K and V, ``heads`` for each token: a power of 2, at least 16.
-        num_warps, num_stages, max_registers: see `prefill_attention`.
     """
     _check(q, kv, out, page_table)
-    num_requests, (page_size, num_kv_heads, head_dim) = seq_lens.shape[0], kv.shape[2:]
-    assert counters.numel() >= num_programs and line.shape[0] == num_requests + 1
+    options, num_programs = plan.options, plan.records.shape[0]
+    page_size, num_kv_heads, head_dim = kv.shape[2:]
+    assert counters.numel() >= num_programs
     group, block_d = q.shape[1] // num_kv_heads, _block_d(head_dim)
-    heads = heads or choose_heads(num_requests, num_kv_heads, group, num_programs=num_programs)
-    assert num_kv_heads % heads == 0
-    size = heads * group
+    size = options.heads * group
     block_s = triton.next_power_of_2(size)
-    # Two pieces for each program: the sums of V, then the peaks, then the totals.
-    pieces = torch.empty(2 * num_programs * size * (head_dim + 2), dtype=torch.float32, device=q.device)
+    # Two pieces for each program: their values, then their weights.
+    pieces = torch.empty(2 * num_programs * size * (head_dim + 1), dtype=torch.float32, device=q.device)
     _decode_kernel[num_programs,](
-        q, kv, out, pieces, counters, page_table, seq_lens, line, num_requests, scale * _LOG2_E,
+        q, kv, out, pieces, counters, page_table, seq_lens, plan.records, scale * _LOG2_E,
         q.stride(0), out.stride(0), kv.stride(0), page_table.stride(0),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, PAGE_SIZE=page_size,
-        HEADS=heads, BLOCK_R=_block_r(num_requests), BLOCK_M=max(_MIN_ROWS, block_s),
-        BLOCK_K=(block_rows or _block_rows(kv)) // heads, BLOCK_D=block_d,
-        BLOCK_S=block_s, BLOCK_P=max(1, num_warps * 512 // (block_s * block_d)),  # 16 registers of a thread
-        WIDEN=_widen(q.dtype), num_warps=num_warps, num_stages=num_stages, maxnreg=max_registers,
-        **pdl_options(q.device),
+        HEADS=options.heads, BLOCK_M=max(_MIN_ROWS, block_s), BLOCK_K=options.block_k, BLOCK_D=block_d,
+        BLOCK_S=block_s, BLOCK_P=min(16, max(1, options.num_warps * 2048 // (block_s * block_d))),  # 64 registers
+        RECORD=_RECORD, WIDEN=_widen(q.dtype), num_warps=options.num_warps, num_stages=options.num_stages,
+        maxnreg=_registers(options.each, options.num_warps), **pdl_options(q.device),
     )  # fmt: skip
 
 
-def registers_of(each: int, num_warps: int) -> int:
-    """How many a thread may have so that ``each`` programs run on a multiprocessor at once, which has 65,536."""
-    return min(255, 65536 // (each * num_warps * 32) // 8 * 8)
+def choose_options(
+    num_requests: int, *, num_heads: int, num_kv_heads: int, head_dim: int, num_programs: int
+) -> DecodeOptions:
+    """What was best on an H200.
 
-
-def choose_heads(num_requests: int, num_kv_heads: int, group: int, *, num_programs: int) -> int:
-    """KV heads that an item takes together: as many as a tile of Q has rows for, since what they share is read in
-    longer runs; but not so many that an item is cut into more than about four pieces, since one program merges them.
+    An item takes as many KV heads as a tile of Q has rows for, since what they share is read in longer runs, if it is
+    then cut into hardly more than one piece. Else it takes one: then there are more items, and less is merged.
 
     Args:
         num_requests: R.
-        group: query heads of a KV head.
         num_programs: that share the work.
     """
-    heads = 1
-    while (
-        num_kv_heads % (2 * heads) == 0
-        and 2 * heads * group <= _MIN_ROWS
-        and 4 * num_requests * num_kv_heads // (2 * heads) >= num_programs
-    ):
-        heads *= 2
-    return heads
+    most = 1
+    while num_kv_heads % (2 * most) == 0 and 2 * most * (num_heads // num_kv_heads) <= _MIN_ROWS:
+        most *= 2
+    many = 4 * num_requests * (num_kv_heads // most) >= 3 * num_programs
+    return DecodeOptions(heads=most if many else 1, block_rows=_block_rows(head_dim))
+
+
+def _registers(each: int, num_warps: int) -> int:
+    """How many a thread may have so that ``each`` programs run on a multiprocessor at once, which has 65,536."""
+    return min(255, 65536 // (each * num_warps * 32) // 8 * 8)
 
 
 def _block_r(num_requests: int) -> int:
@@ -460,9 +567,9 @@ def _block_d(head_dim: int) -> int:
     return max(_MIN_ROWS, triton.next_power_of_2(head_dim))
 
 
-def _block_rows(kv: Tensor) -> int:
+def _block_rows(head_dim: int) -> int:
     """A tile of 16 KB in half precision."""
-    return 64 if kv.shape[4] <= 128 else 32
+    return 64 if head_dim <= 128 else 32
 
 
 def _widen(dtype: torch.dtype) -> bool:

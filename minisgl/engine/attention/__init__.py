@@ -48,7 +48,7 @@ def load_attention(
 
     Args:
         name: "auto", "torch", "triton", "flashinfer", or "PREFILL,DECODE", such as "fa3,xqa".
-        shape: by default a float32 one: enough for torch and Triton, which take any.
+        shape: by default a float32 one: enough for torch, which takes any.
 
     Raises:
         ValueError: no such backend (the message lists them), its package is not installed, or it cannot serve ``shape``
@@ -88,7 +88,7 @@ def _load(part: str, kernel: str, shape: AttentionShape, device: torch.device) -
     if kernel == "torch":
         return TorchAttention()
     if kernel == "triton":
-        backend = import_module("minisgl.engine.attention.triton_backend").TritonAttention(device)
+        backend = import_module("minisgl.engine.attention.triton_backend").TritonAttention(shape, device)
         return backend
     try:
         return _load_flashinfer(part, kernel, shape, device)

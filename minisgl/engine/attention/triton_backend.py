@@ -12,11 +12,18 @@ import torch
 import triton
 from torch import Tensor
 
+from minisgl.engine.attention.choice import AttentionShape
 from minisgl.forward import ForwardBatch
-from minisgl.kernels.triton_attention import decode_attention, lay_out, prefill_attention, registers_of
+from minisgl.kernels.triton_attention import (
+    DecodePlan,
+    choose_options,
+    decode_attention,
+    lay_out,
+    prefill_attention,
+)
 
 # Programs of a decode step for each multiprocessor: as many as run there at once.
-PROGRAMS_EACH = 3
+PROGRAMS_EACH = 2
 # Where Triton interprets, programs run one after the other; a few show how they share the work.
 _INTERPRETED_PROGRAMS = 7
 
@@ -26,12 +33,12 @@ class TritonPlan:
     """What the layers of a step share, on the device.
 
     Args:
-        line: how the programs share the step's decodes, see `lay_out`; None if it has none.
+        decodes: how the programs share them; None if the step has none.
         prompt_starts: ``[prompts + 1]`` int32, where the tokens of each prompt begin, which stand behind the decodes,
             counted from the first prompt's; None if the step has no prompts.
     """
 
-    line: Tensor | None
+    decodes: DecodePlan | None
     prompt_starts: Tensor | None
 
 
@@ -39,6 +46,7 @@ class TritonAttention:
     """Paged attention on CUDA, or in Triton's interpreter anywhere. Any head_dim, page size and group.
 
     Args:
+        shape: of all layers.
         device: where the batches lie.
 
     Attributes:
@@ -52,10 +60,11 @@ class TritonAttention:
 
     serves_graphs = True
 
-    def __init__(self, device: torch.device | str) -> None:
+    def __init__(self, shape: AttentionShape, device: torch.device | str) -> None:
         device = torch.device(device)
         if device.type != "cuda" and not triton.knobs.runtime.interpret:
             raise ValueError("attention 'triton' needs a CUDA device (or TRITON_INTERPRET=1)")
+        self.shape = shape
         self.num_programs = _INTERPRETED_PROGRAMS
         if device.type == "cuda":
             self.num_programs = PROGRAMS_EACH * torch.cuda.get_device_properties(device).multi_processor_count
@@ -63,9 +72,18 @@ class TritonAttention:
 
     def plan(self, batch: ForwardBatch) -> TritonPlan:
         """Lay out the decodes, on the device; so a graph that captured this does it anew with each replay."""
-        d = batch.num_decodes
+        d, shape, decodes = batch.num_decodes, self.shape, None
+        if d:
+            options = choose_options(
+                d, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim,
+                num_programs=self.num_programs,
+            )  # fmt: skip
+            decodes = lay_out(
+                batch.seq_lens[:d], batch.page_table[:d], options,
+                num_programs=self.num_programs, num_kv_heads=shape.num_kv_heads, page_size=shape.page_size,
+            )  # fmt: skip
         return TritonPlan(
-            line=lay_out(batch.seq_lens[:d]) if d else None,
+            decodes=decodes,
             prompt_starts=batch.cu_seqlens_q[d:] - d if d < batch.num_requests else None,
         )
 
@@ -78,9 +96,15 @@ class TritonAttention:
             prefill_attention(
                 q[d:], kv, out_NHD[d:], batch.page_table[d:], plan.prompt_starts, batch.seq_lens[d:], scale=scale
             )
-        if plan.line is not None:
+        if plan.decodes is not None:
             decode_attention(
-                q[:d], kv, out_NHD[:d], batch.page_table[:d], batch.seq_lens[:d], plan.line, self.counters,
-                scale=scale, num_programs=self.num_programs, max_registers=registers_of(PROGRAMS_EACH, 4),
-            )  # fmt: skip
+                q[:d],
+                kv,
+                out_NHD[:d],
+                batch.page_table[:d],
+                batch.seq_lens[:d],
+                plan.decodes,
+                self.counters,
+                scale=scale,
+            )
         return out_NHD
