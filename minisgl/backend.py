@@ -131,6 +131,7 @@ class ServedEngine:
             num_cached_pages=kv.tree.num_evictable_pages,
             num_steps=scheduler.num_steps,
             num_preemptions=scheduler.num_preemptions,
+            num_failed_checks=self._core.num_failed_checks,
             detail=snapshot(scheduler) if detail else {},
         )
 

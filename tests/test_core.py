@@ -26,7 +26,7 @@ def test_o13_a_failed_check_is_logged_and_the_engine_goes_on(open_llm, caplog):
         llm.engine.kv.allocator.allocate(1)  # a page that nobody has
         llm.engine._next_check_s = 0.0
         assert llm.generate([5, 6, 7], GREEDY)[0].token_ids == want
-        assert "integrity check failed" in caplog.text
+        assert "integrity check failed" in caplog.text and llm.engine.num_failed_checks == 1
         assert llm.generate([5, 6, 7], GREEDY)[0].token_ids == want
 
 

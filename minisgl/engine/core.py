@@ -59,6 +59,7 @@ class EngineCore:
         self.recorder = recorder
         self.strict = strict
         self.failure: BaseException | None = None
+        self.num_failed_checks = 0  # that were logged
         self._clock = clock
         self._in_flight: _Launched | None = None
         self._next_check_s = -math.inf  # the idle check is not made before this reading of the clock
@@ -169,6 +170,7 @@ class EngineCore:
         try:
             self.scheduler.check()
         except AssertionError:
+            self.num_failed_checks += 1
             logger.exception("the integrity check failed; the engine goes on")
         done = self._clock()
         self._next_check_s = done + 100 * (done - started)

@@ -94,6 +94,7 @@ class EngineStats:
         num_running, num_waiting: requests.
         num_pages, num_free_pages, num_cached_pages: of the pool; cached ones are free to be evicted.
         num_steps, num_preemptions: since the start.
+        num_failed_checks: integrity checks that failed, since the start; an engine that is not strict goes on.
         prompt_tokens, cached_tokens, output_tokens: since the start.
         heartbeat_age_s: seconds since the engine's loop last turned.
         detail: printable running batch, page map and radix tree, if they were asked for; else empty.
@@ -106,6 +107,7 @@ class EngineStats:
     num_cached_pages: int = 0
     num_steps: int = 0
     num_preemptions: int = 0
+    num_failed_checks: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0

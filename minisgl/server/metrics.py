@@ -88,6 +88,7 @@ class _EngineCollector:
             "output_tokens": ("Tokens generated.", stats.output_tokens),
             "steps": ("Steps of the engine.", stats.num_steps),
             "preemptions": ("Requests that had to give up their pages for a while.", stats.num_preemptions),
+            "failed_checks": ("Integrity checks that failed; any is a bug.", stats.num_failed_checks),
         }
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(f"minisgl_{name}", text, value=value)
