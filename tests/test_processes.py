@@ -29,7 +29,7 @@ from minisgl.server.client import EngineDied
 from minisgl.server.clients import Client
 from minisgl.server.config import ServerConfig
 from minisgl.server.processes import ProcessLink
-from minisgl.server.wire import Abort, address
+from minisgl.server.wire import WINDOW, Abort, Seen, address
 
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 
@@ -50,8 +50,8 @@ def tiny(request: pytest.FixtureRequest, loop: Loop) -> Iterator[tuple[Client, b
 
 @pytest.fixture(scope="module")
 def parrot(loop: Loop) -> Iterator[Client]:
-    """An echo as fast as it goes."""
-    client = loop.run(start_client(ENGINE, echo()))
+    """An echo of 200 tokens a second."""
+    client = loop.run(start_client(ENGINE, echo(echo_rate=200)))
     yield client
     loop.run(client.close())
 
@@ -151,6 +151,26 @@ def test_a_reader_that_is_behind_costs_little(loop: Loop, parrot: Client) -> Non
         assert all(len(completions(updates)[0].token_ids) == 400 for updates in answers)
         updates = await slow
         assert len(completions(updates)[0].token_ids) == 400 and len(updates) < 100
+
+    loop.run(scenario())
+
+
+def test_a_worker_tells_a_front_that_stands_still_no_more_than_a_window(loop: Loop, parrot: Client) -> None:
+    """S17: what the sockets hold is bounded; then everything comes, in fewer and larger updates."""
+
+    async def scenario() -> None:
+        link = link_of(parrot)
+        readers = [asyncio.create_task(read(parrot, ask(f"r{i}", LONG))) for i in range(10)]
+        await asyncio.sleep(0)
+        receiver: Any = link._receiver
+        before = receiver.number
+        time.sleep(2.0)  # the loop of the front stands still
+        messages = receiver.drain(100_000)
+        num_waiting = receiver.number - before
+        link._receive([message for message in messages if not isinstance(message, Seen)])
+        assert 1 < num_waiting <= 2 * WINDOW
+        answers = await asyncio.gather(*readers)
+        assert {len(completions(updates)[0].token_ids) for updates in answers} == {400}
 
     loop.run(scenario())
 

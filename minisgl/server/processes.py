@@ -20,6 +20,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ class ProcessLink:
         self._record = record
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._folder: Path | None = None
-        self._context: zmq.Context[Any] | None = None
+        self._close_sockets: Callable[[], object] = lambda: None
         self._receiver: Receiver[Message] | None = None
         self._sender: Sender | None = None
         self._has_started = False
@@ -126,9 +127,11 @@ class ProcessLink:
             (self._folder / RECORD).symlink_to(self._record.resolve(), target_is_directory=True)
         self._broken = asyncio.get_running_loop().create_future()
         self._heartbeat_s = None
-        self._context = zmq.Context()
-        self._receiver = Receiver(self._context, self._folder, "worker", "front", ToFront)
-        self._sender = Sender(self._context, self._folder, "front", "worker")
+        context: zmq.Context[Any] = zmq.Context()
+        self._receiver = Receiver(context, self._folder, "worker", "front", ToFront)
+        self._sender = Sender(context, self._folder, "front", "worker")
+        # A program that forgets to close must not wait for open sockets when it ends.
+        self._close_sockets = weakref.finalize(self, _close_sockets, context, self._receiver, self._sender)
         asyncio.get_running_loop().add_reader(self._receiver.socket.getsockopt(zmq.FD), self._read)
         for role in ROLES:
             argv, line = self._command(role, self._folder)
@@ -155,15 +158,12 @@ class ProcessLink:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
             await asyncio.wait(late)
-        if self._receiver is not None and self._sender is not None:
+        if self._receiver is not None:
             asyncio.get_running_loop().remove_reader(self._receiver.socket.getsockopt(zmq.FD))
-            self._receiver.close()
-            self._sender.close()
-        if self._context is not None:
-            self._context.term()
+        self._close_sockets()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
-        self._receiver = self._sender = self._context = self._folder = None
+        self._receiver = self._sender = self._folder = None
 
     # ------------------------------------------------------------------------------------------------ while they run
 
@@ -244,6 +244,12 @@ class ProcessLink:
             return (self._folder / f"{role}.died").read_text(encoding="utf-8")
         except OSError:
             return ""
+
+
+def _close_sockets(context: zmq.Context[Any], receiver: Receiver[Message], sender: Sender) -> None:
+    receiver.close()
+    sender.close()
+    context.term()
 
 
 def _how(process: asyncio.subprocess.Process) -> str:
