@@ -1,6 +1,7 @@
 """Directives that read the package and the measurements at build time, so that no page repeats them by hand."""
 
 import importlib
+import importlib.util
 import json
 import pkgutil
 import posixpath
@@ -63,7 +64,7 @@ class Modules(SphinxDirective):
     def run(self):
         sections = []
         for name in [name for root in self.arguments[0].split() for name in modules(root)]:
-            self.env.note_dependency(importlib.import_module(name).__file__)
+            self.env.note_dependency(importlib.util.find_spec(name).origin)  # triton may be missing
             node = nodes.section(ids=[nodes.make_id(name)], names=[name])
             node += nodes.title(name, "", nodes.literal(name, name))
             lines = ["```{eval-rst}", f".. automodule:: {name}", "   :members:", "   :show-inheritance:", "```"]
@@ -80,6 +81,47 @@ def modules(root):
     else:
         names = [root, *(module.name for module in pkgutil.walk_packages(paths, root + "."))]
     return sorted(name for name in names if "._" not in name and (root != "minisgl" or name not in VOCABULARY))
+
+
+class Options(SphinxDirective):
+    """The options of a group of a command, as the command line itself has them: ``options serve server``."""
+
+    required_arguments = 2
+
+    def run(self):
+        from minisgl import cli
+
+        command, title = self.arguments
+        self.env.note_dependency(cli.__file__)
+        [commands] = [action for action in cli._parser()._actions if getattr(action, "choices", None)]
+        [group] = [group for group in commands.choices[command]._action_groups if group.title == title]
+        told = [(action.option_strings[0], action.help.replace("%%", "%")) for action in group._group_actions]
+        rows = "".join(f"<tr><td><code>{flag}</code></td><td>{escape(text)}</td></tr>" for flag, text in told)
+        return [raw(f'<table class="table sgl-results"><tr><th>option</th><th>meaning</th></tr>{rows}</table>')]
+
+
+class ServerMetrics(SphinxDirective):
+    """What a server that has just started tells Prometheus: names, kinds and meanings."""
+
+    def run(self):
+        from minisgl.server import metrics
+        from minisgl.server.client import EngineStats
+
+        self.env.note_dependency(metrics.__file__)
+        lines = metrics.Metrics().render(EngineStats()).decode().splitlines()
+        words = {"HELP": [], "TYPE": []}
+        for line in lines:
+            if line.startswith("#"):
+                _, word, name, text = line.split(" ", 3)
+                words[word].append((name, text))
+        kinds = dict(words["TYPE"])
+        rows = "".join(
+            f"<tr><td><code>{escape(name)}</code></td><td>{kinds[name]}</td><td>{escape(text)}</td></tr>"
+            for name, text in words["HELP"]
+            if not name.endswith("_created")
+        )
+        head = "<tr><th>name</th><th>kind</th><th>meaning</th></tr>"
+        return [raw(f'<table class="table sgl-results">{head}{rows}</table>')]
 
 
 class Results(SphinxDirective):
@@ -130,5 +172,7 @@ def setup(app):
     app.add_directive("engine-map", EngineMap)
     app.add_directive("palette", Palette)
     app.add_directive("modules", Modules)
+    app.add_directive("options", Options)
+    app.add_directive("server-metrics", ServerMetrics)
     app.add_directive("results", Results)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,6 +1,11 @@
-"""Small repairs to the theme: one search box, no script that needs a network, calm references on the API pages."""
+"""Small repairs to the theme and to extensions: one search box, no script that needs a network, calm references on the
+API pages, sections without a title.
+"""
 
 from pathlib import Path
+
+from docutils import nodes
+from sphinx_codeautolink.extension.block import CodeBlockAnalyser
 
 
 def on_config(app, config):
@@ -40,7 +45,14 @@ def name_toggles(app, error):
             path.write_text(text.replace(bare, named), encoding="utf-8")
 
 
+def depart_section(self, node):
+    """Exercises and solutions are sections without a title, and must not take another section's from the stack."""
+    if any(isinstance(child, nodes.title) for child in node.children):
+        self.title_stack.pop()
+
+
 def setup(app):
+    CodeBlockAnalyser.depart_section = depart_section
     app.connect("config-inited", on_config, priority=100)
     app.connect("html-page-context", drop_thebe, priority=900)
     app.connect("autodoc-skip-member", skip_aliases)
