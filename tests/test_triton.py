@@ -216,6 +216,12 @@ def test_items_stay_whole_where_that_takes_hardly_longer(
         assert items == list(range(2 * len(lengths))) and all(record[5] == 2**31 - 1 for record in records)
 
 
+def test_whole_items_are_shared_by_the_border_nearest_to_an_equal_stretch() -> None:
+    options = DecodeOptions(heads=1, block_rows=16, each=1, patience=ALWAYS)
+    records = records_of([64] * 4, options, 7)  # items of 4 blocks, stretches of 5: borders at 0, 4, 12, 16, 20, ..
+    assert [(r[0], r[4]) for r in records if r[0] <= r[4]] == [(0, 0), (1, 2), (3, 3), (4, 4), (5, 5), (6, 7)]
+
+
 @pytest.mark.parametrize(("heads", "num_warps"), [(8, 1), (2, 4), (3, 4)])
 def test_one_request_over_all_programs(monkeypatch: pytest.MonkeyPatch, heads: int, num_warps: int) -> None:
     """One piece is merged at a time, or several, and there are more than that."""
