@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -262,3 +265,28 @@ def test_engine_options_are_those_of_the_command_line() -> None:
     }
     assert sorted(engine_arguments(options)) == ["--no-prefix-cache", "--num-pages", "--strict", "50"]
     assert engine_arguments({}) == [] and EngineConfig().model == "tiny"
+
+
+def test_a_server_ends_with_who_started_it() -> None:
+    """O07: even if that is killed and can say nothing, as the kernel of a notebook may be."""
+    code = "from minisgl.benchmark.serving import serving\n"
+    code += "with serving(['--echo']) as server: print(server.pid, flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as starter:
+        assert starter.stdout is not None
+        pid = int(starter.stdout.readline())
+        os.kill(pid, 0)
+        starter.kill()
+        starter.wait()
+        deadline_s = time.monotonic() + 10
+        while runs(pid):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.02)
+
+
+def runs(pid: int) -> bool:
+    """Whether this process lives; one that has ended and that nobody has asked for its exit code does not."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return False

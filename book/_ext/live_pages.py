@@ -97,7 +97,8 @@ class Options(SphinxDirective):
         [group] = [group for group in commands.choices[command]._action_groups if group.title == title]
         told = [(action.option_strings[0], action.help.replace("%%", "%")) for action in group._group_actions]
         rows = "".join(f"<tr><td><code>{flag}</code></td><td>{escape(text)}</td></tr>" for flag, text in told)
-        return [raw(f'<table class="table sgl-results"><tr><th>option</th><th>meaning</th></tr>{rows}</table>')]
+        head = "<tr><th>option</th><th>meaning</th></tr>"
+        return [raw(f'<div class="sgl-scroll"><table class="table sgl-results">{head}{rows}</table></div>')]
 
 
 class ServerMetrics(SphinxDirective):
@@ -121,7 +122,7 @@ class ServerMetrics(SphinxDirective):
             if not name.endswith("_created")
         )
         head = "<tr><th>name</th><th>kind</th><th>meaning</th></tr>"
-        return [raw(f'<table class="table sgl-results">{head}{rows}</table>')]
+        return [raw(f'<div class="sgl-scroll"><table class="table sgl-results">{head}{rows}</table></div>')]
 
 
 class Results(SphinxDirective):

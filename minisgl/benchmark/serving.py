@@ -15,6 +15,14 @@ from typing import Any
 from minisgl.config import EngineConfig
 
 _END_S = 20.0  # between SIGTERM and SIGKILL
+# `minisgl`, which does not outlive the process that started it, however that ends.
+_COMMAND = """
+from minisgl.server.processes import live_with_parent
+live_with_parent()
+import sys
+from minisgl.cli import main
+sys.exit(main())
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +42,8 @@ class Serving:
 
 @contextmanager
 def serving(arguments: Sequence[str]) -> Iterator[Serving]:
-    """``minisgl serve`` on a free port, ready to answer, for as long as the block lasts.
+    """``minisgl serve`` on a free port, ready to answer, for as long as the block lasts, and no longer than this
+    process, even if that is killed. To be entered in the main thread: Linux ends the server with the thread.
 
     Args:
         arguments: further options of the command line.
@@ -42,11 +51,13 @@ def serving(arguments: Sequence[str]) -> Iterator[Serving]:
     Raises:
         RuntimeError: it could not start, with its own last line.
     """
-    command = [sys.executable, "-m", "minisgl", "serve", "--port", "0", *arguments]
+    command = [sys.executable, "-c", _COMMAND, "serve", "--port", "0", *arguments]
     with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
         try:
-            assert process.stdout is not None
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
             urls = []
             for _ in range(2 if "--admin-port" in arguments else 1):
                 line = process.stdout.readline().strip()
