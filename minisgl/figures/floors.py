@@ -114,7 +114,7 @@ def roofline(
     x, y = corners[1]
     parts.append(line(x, y, x, bottom, dash="4 4"))
     parts.append(text(x + 6, bottom - 8, f"M = {ridge:.3g}"))
-    parts.append(text(WIDTH, y - 8, "arithmetic", anchor="end") + text(left + 8, top - 16, "operations a second"))
+    parts.append(text(0, 17, "operations a second") + text(WIDTH, 17, "slope memory, flat arithmetic", anchor="end"))
     for exponent in range(math.ceil(low_x), math.floor(high_x) + 1):
         parts.append(text(at(10**exponent, 1)[0], bottom + 18, f"{10**exponent:,}", anchor="middle"))
     for exponent in range(math.ceil(low_y), math.floor(high_y) + 1):
