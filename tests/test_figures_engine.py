@@ -97,7 +97,7 @@ def test_padding_shows_where_each_token_is_written():
     assert "the padding is written to page 0, the others to pages 2, 1" in drawing.alt
 
 
-@pytest.mark.parametrize(("lengths", "programs"), [([10, 20, 30], 4), ([5], 7), ([100, 1, 1], 3)])
+@pytest.mark.parametrize(("lengths", "programs"), [([10, 20, 31], 4), ([5], 7), ([100, 1, 1], 3)])
 def test_work_line_gives_each_program_an_equal_stretch(lengths, programs):
     drawing = work_line(lengths, num_sets=2, num_programs=programs, block=4)
     items = [float(r.get("width")) + 1 for r in rects(drawing) if r.get("height") == "26"]
