@@ -384,3 +384,14 @@ def test_kernels_compile_for_a_device_that_is_not_there(tmp_path: Path) -> None:
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=180)
     assert done.stdout.strip() == "compiled", done.stderr
+
+
+@pytest.mark.parametrize("num_tokens", [3, 16, 17])
+def test_tokens_may_be_padded(num_tokens: int) -> None:
+    """As many rows of tokens as there are not."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    x, weight = (torch.randn(rows, 64, generator=generator).to(DEVICE) for rows in (num_tokens, 48))
+    path = LinearPath("dot", block_n=16, block_k=32, depth=2, tokens=64)
+    out = torch.full((num_tokens, 48), NAN, device=DEVICE)
+    skinny(path, x, weight, out)
+    torch.testing.assert_close(out.double(), x.double() @ weight.double().t(), atol=1e-4, rtol=1e-4)

@@ -97,12 +97,20 @@ def candidates(num_tokens: int, n: int, k: int) -> list[LinearPath]:
         found += [_split(8, 8, 4), _split(32, 8, 4), _split(8, 4, 4, 256 if num_tokens <= 8 else 128)]
         if num_tokens <= 8:
             return [*found, _gemv(4, 4, 1), _gemv(2, 4, 1), _gemv(8, 4, 1), _whole(32, 128, 4)]
-        return [*found, _whole(64, 64, 6), _whole(128, 64, 4), _whole(32, 128, 4)]
+        return [*found, _whole(64, 64, 6), _whole(128, 64, 4), _whole(32, 128, 4), *_padded(n, k)]
+    if num_tokens <= 32:
+        found += _padded(n, k)
     return [
         *found, _whole(64, 128, 3), _whole(32, 128, 6), _whole(64, 128, 5), _whole(32, 256, 4), _whole(16, 128, 6),
         _split(32, 4, 3), _whole(64, 64, 4), _whole(128, 64, 4), _whole(128, 64, 4, num_warps=8),
         _whole(128, 128, 3, num_warps=8), _split(16, 4, 3),
     ]  # fmt: skip
+
+
+def _padded(n: int, k: int) -> list[LinearPath]:
+    """What is likeliest for 64 tokens."""
+    shared = _shared(MAX_TOKENS, n, k)[:2] if n <= 5120 else []
+    return [replace(path, tokens=MAX_TOKENS) for path in (*shared, _whole(32, 128, 6), _whole(64, 128, 4))]
 
 
 def _row(block_n: int, k: int, num_warps: int) -> LinearPath:

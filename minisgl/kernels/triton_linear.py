@@ -61,6 +61,8 @@ class LinearPath:
         parts: "dot": programs that share K; a second kernel sums what they found. Not with norm or activation inside.
         depth: blocks of K that are under way together: unrolled in "gemv", stages of the pipeline in "dot".
         num_warps: of a program.
+        tokens: "dot": as many at least, a power of 2; where there are fewer, the rest is padding. Hopper's own
+            instructions begin at 64, and behind other kernels they were the faster for 16 tokens too.
         fused: whether a norm is part of the kernel, or one of its own before it.
     """
 
@@ -71,13 +73,14 @@ class LinearPath:
     parts: int = 1
     depth: int = 1
     num_warps: int = 4
+    tokens: int = 1
     fused: bool = True
 
     def __post_init__(self) -> None:
         if self.kind not in ("cublas", "gemv", "dot"):
             raise ValueError(f"kind must be cublas, gemv or dot, got {self.kind!r}")
         if self.kind != "cublas":
-            for size in (self.block_n, self.block_k, self.split, self.parts, self.num_warps):
+            for size in (self.block_n, self.block_k, self.split, self.parts, self.num_warps, self.tokens):
                 if size < 1 or size & (size - 1):
                     raise ValueError(f"sizes of a path must be powers of 2: {self}")
 
@@ -356,7 +359,7 @@ def skinny(
     }  # fmt: skip
     offset = x if bias is None else bias
     tensors = (x, norm_weight, weight, offset, target, eps, num_tokens, x.stride(0), target.stride(-2))
-    grid, block_m = (triton.cdiv(num_rows, block_n), path.parts), triton.next_power_of_2(num_tokens)
+    grid, block_m = (triton.cdiv(num_rows, block_n), path.parts), max(triton.next_power_of_2(num_tokens), path.tokens)
     if path.kind == "gemv":
         block_k = min(path.block_k, triton.next_power_of_2(k))
         vector = min(16 // x.element_size(), block_k)
