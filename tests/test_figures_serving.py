@@ -76,6 +76,12 @@ def test_a_message_that_is_passed_on_shares_the_row() -> None:
     assert "First client to front: POST" in drawing.alt and "front to client: token 30front." in drawing.alt
 
 
+def test_an_answer_has_a_row_of_its_own() -> None:
+    """It goes back, where the arrow before it lies."""
+    there, back = Said(0.0, "worker", "engine", "Add"), Said(0.001, "engine", "worker", "Step")
+    assert len({y for y in re.findall(r'<path d="M[\d.]+ ([\d.]+)H', sequence([there, back]).body)}) == 2
+
+
 def test_the_middle_of_a_long_sequence_is_left_out() -> None:
     """Rows are counted, those that are shown and those that are not."""
     drawing = sequence(CHAIN, max_rows=10)

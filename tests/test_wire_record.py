@@ -11,9 +11,10 @@ from urllib.request import Request, urlopen
 import pytest
 
 from minisgl.benchmark.serving import serving
+from minisgl.request import FinishedRequest, Timings, Usage
 from minisgl.server.config import ServerConfig
 from minisgl.server.wire import Add, Heartbeat, Hello, News, Started, Step, Submit
-from minisgl.server.wire_record import about, read_wire
+from minisgl.server.wire_record import Frame, about, read_wire
 
 
 def ask(url: str, **body: object) -> str:
@@ -58,6 +59,13 @@ def test_a_request_is_followed_by_its_id(recorded: tuple[Path, str, str]) -> Non
     assert len(frames) == 2 + len(steps) + len(news)
     [add] = [frame.message for frame in about(read_wire(folder), second) if isinstance(frame.message, Add)]
     assert [child_id for child_id, _ in add.children] == [f"{second}/0", f"{second}/1"]
+
+
+def test_an_end_without_a_token_belongs_to_its_request() -> None:
+    """As of one that was aborted, or whose last token is not given out."""
+    finished = FinishedRequest("a/1", "abort", None, Usage(3, 0, 1), Timings(0.0, 1.0, 2.0))
+    frames = [Frame(0.0, "engine", "worker", 1, b"", Step(1, 0.0, (), b"", ended)) for ended in ((finished,), ())]
+    assert about(frames, "a") == frames[:1] and about(frames, "b") == []
 
 
 def test_files_are_their_owners_alone(recorded: tuple[Path, str, str]) -> None:
