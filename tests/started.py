@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
+
+from minisgl import SamplingParams
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -31,14 +34,18 @@ class Started:
             [sys.executable, "-m", "minisgl", "serve", "--port", "0", *options],
             stdout=subprocess.PIPE, stderr=self._log, text=True, env={**os.environ, **(environment or {})},
         )  # fmt: skip
-        assert self.process.stdout is not None
-        urls = [self.process.stdout.readline().strip().rpartition(" at ")[2]]
-        if "--admin-port" in options:
-            urls.append(self.process.stdout.readline().strip().rpartition(" at ")[2])
-        assert urls[0], self.log
-        self.url, self.admin_url = urls[0], urls[-1]
-        self.client = httpx.Client(base_url=self.url, timeout=60)
-        self.wait(lambda: self.client.get("/ready").status_code == 200, 20)
+        self.client = httpx.Client(timeout=60)
+        try:
+            assert self.process.stdout is not None
+            num_lines = 2 if "--admin-port" in options else 1
+            urls = [self.process.stdout.readline().strip().rpartition(" at ")[2] for _ in range(num_lines)]
+            assert urls[0], self.log
+            self.url, self.admin_url = urls[0], urls[-1]
+            self.client.base_url = self.url
+            self.wait(lambda: self.client.get("/ready").status_code == 200, 20)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def log(self) -> str:
@@ -124,3 +131,58 @@ def started(*options: str, environment: Mapping[str, str] | None = None) -> Iter
         assert code == 0 and "Traceback" not in log and "level=error" not in log, log
     finally:
         server.close()
+
+
+def events(lines: Any) -> list[dict[str, Any]]:
+    """The JSON of a stream's events; ``[DONE]`` comes last and once."""
+    found = [line.removeprefix("data: ") for line in lines if line]
+    assert found.count("[DONE]") == 1 and found.pop() == "[DONE]", found[-3:]
+    return [json.loads(line) for line in found]
+
+
+def join(chunks: list[dict[str, Any]]) -> dict[str, Any]:
+    """The whole answer that the chunks of a stream with usage make up."""
+    usage = chunks.pop()
+    assert usage["choices"] == [] and len({(chunk["id"], chunk["created"]) for chunk in chunks}) == 1
+    choices = fold(chunks)
+    assert all(choice["reason"] for choice in choices.values()), "a text without an end"
+    return {"choices": [choices[i] for i in sorted(choices)], "usage": usage["usage"]}
+
+
+def fold(chunks: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """What some chunks of a stream say of each text: nothing after its end."""
+    choices: dict[int, dict[str, Any]] = {}
+    for chunk in chunks:
+        for news in chunk["choices"]:
+            choice = choices.setdefault(news["index"], {"text": "", "reason": None, "logprobs": {}})
+            assert choice["reason"] is None, "something came after the reason"
+            choice["text"] += news["text"] if "text" in news else news["delta"].get("content") or ""
+            choice["reason"] = news["finish_reason"]
+            for name, column in (news["logprobs"] or {}).items():
+                choice["logprobs"].setdefault(name, []).extend(column)
+    return choices
+
+
+def whole(body: dict[str, Any]) -> dict[str, Any]:
+    """An unstreamed answer in the same form."""
+    return {
+        "choices": [
+            {
+                "text": choice["text"] if "text" in choice else choice["message"]["content"],
+                "reason": choice["finish_reason"],
+                "logprobs": choice["logprobs"] or {},
+            }
+            for choice in body["choices"]
+        ],
+        "usage": body["usage"],
+    }
+
+
+def params_of(body: dict[str, Any]) -> SamplingParams:
+    """The sampling of a body, for the library."""
+    options = {name: value for name, value in body.items() if name not in ("prompt", "messages", "top_logprobs")}
+    if "logit_bias" in options:
+        options["logit_bias"] = {int(token): bias for token, bias in options["logit_bias"].items()}
+    if "messages" in body and "logprobs" in options:
+        options["logprobs"] = body["top_logprobs"]
+    return SamplingParams(**options)

@@ -25,7 +25,8 @@ from typing import Any
 
 import httpx
 import pytest
-from started import CHAT, COMPLETIONS, Started, started
+from fuzz_serve import Flight
+from started import CHAT, COMPLETIONS, Started, events, join, params_of, started, whole
 
 from minisgl import LLM, SamplingParams
 from minisgl.benchmark.load import Ask, run_load
@@ -62,44 +63,6 @@ def greedy(prompt: Any = ONCE, max_tokens: int = 8, **options: Any) -> dict[str,
     return {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, **options}
 
 
-def events(lines: Any) -> list[dict[str, Any]]:
-    """The JSON of a stream's events; ``[DONE]`` comes last and once."""
-    found = [line.removeprefix("data: ") for line in lines if line]
-    assert found.count("[DONE]") == 1 and found.pop() == "[DONE]", found[-3:]
-    return [json.loads(line) for line in found]
-
-
-def join(chunks: list[dict[str, Any]]) -> dict[str, Any]:
-    """The whole answer that the chunks of a stream with usage make up."""
-    usage = chunks.pop()
-    assert usage["choices"] == [] and len({(chunk["id"], chunk["created"]) for chunk in chunks}) == 1
-    choices: dict[int, dict[str, Any]] = {}
-    for chunk in chunks:
-        for news in chunk["choices"]:
-            choice = choices.setdefault(news["index"], {"text": "", "reason": None, "logprobs": {}})
-            assert choice["reason"] is None, "something came after the reason"
-            choice["text"] += news["text"] if "text" in news else news["delta"].get("content") or ""
-            choice["reason"] = news["finish_reason"]
-            for name, column in (news["logprobs"] or {}).items():
-                choice["logprobs"].setdefault(name, []).extend(column)
-    return {"choices": [choices[i] for i in sorted(choices)], "usage": usage["usage"]}
-
-
-def whole(body: dict[str, Any]) -> dict[str, Any]:
-    """An unstreamed answer in the same form."""
-    return {
-        "choices": [
-            {
-                "text": choice["text"] if "text" in choice else choice["message"]["content"],
-                "reason": choice["finish_reason"],
-                "logprobs": choice["logprobs"] or {},
-            }
-            for choice in body["choices"]
-        ],
-        "usage": body["usage"],
-    }
-
-
 # ------------------------------------------------------------------------------------------------ the same answers
 
 PARAMS: list[dict[str, Any]] = [
@@ -121,15 +84,6 @@ BODIES = [
     for i, params in enumerate(PARAMS)
     for prompt in (PROMPTS[i % 4], PROMPTS[(i + 1 + i // 4) % 4])
 ]
-
-
-def params_of(body: dict[str, Any]) -> SamplingParams:
-    options = {name: value for name, value in body.items() if name not in ("prompt", "messages", "top_logprobs")}
-    if "logit_bias" in options:
-        options["logit_bias"] = {int(token): bias for token, bias in options["logit_bias"].items()}
-    if "messages" in body and "logprobs" in options:
-        options["logprobs"] = body["top_logprobs"]
-    return SamplingParams(**options)
 
 
 def as_asked(body: dict[str, Any]) -> dict[str, Any]:
@@ -631,3 +585,10 @@ def test_sigterm_lets_a_real_answer_end() -> None:
         server.close()
     with started("--echo", "--port", port) as again:
         assert again.url.endswith(port)
+
+
+def test_a_trace_of_requests_that_overlap_and_leave(tmp_path: Path) -> None:
+    """A03, A04, A07, S16: a short flight of the fuzzer; `fuzz_serve` tells what is asked after each round."""
+    flight = Flight(5, tmp_path)
+    flight.fly(2)
+    assert flight.num_left >= 5 and flight.num_aborted >= 1
