@@ -359,6 +359,11 @@ def test_an_item_takes_heads_that_cost_nothing_if_it_is_hardly_cut() -> None:
     assert [chosen(1000, num_kv_heads=n, group=1) for n in (1, 2, 5, 6)] == [1, 2, 1, 2]
 
 
+def test_where_items_are_few_each_has_a_multiprocessor() -> None:
+    options = [choose_options(r, num_heads=16, num_kv_heads=8, head_dim=128, num_programs=264) for r in (4, 5, 16, 17)]
+    assert [o.each for o in options] == [2, 1, 1, 2]
+
+
 @pytest.mark.parametrize("name", ALTERED)
 def test_the_kernels_that_are_altered_to_be_measured_can_be_made(name: str, tmp_path: Path) -> None:
     """What is to be put otherwise stands in the module, once."""

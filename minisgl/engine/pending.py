@@ -7,6 +7,7 @@ object is what it holds meanwhile. It owns the host memory that the tokens trave
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -19,12 +20,14 @@ from minisgl.scheduler.plan import StepResult
 
 
 class _Copy:
-    """One tensor's copy to the host, started when this is made: pinned memory on CUDA, the tensor itself on a CPU."""
+    """One tensor's copy to the host, launched on the current stream: pinned memory on CUDA, the tensor itself on a
+    CPU."""
 
     def __init__(self, tensor: Tensor) -> None:
         if tensor.is_cuda:
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))  # its memory stays until the copy is done
         else:
             self._host = tensor
 
@@ -52,21 +55,34 @@ class _LogprobCopies:
 class PendingStep:
     """The results of one step, on their way.
 
-    Making it puts one copy for each tensor on the current stream, and an event behind them; `wait` waits for that event
-    and for nothing that was launched later.
+    Making it launches one copy for each tensor, behind what the current stream has so far, and an event behind them;
+    `wait` waits for that event and for nothing that was launched later.
     """
 
-    def __init__(self, sampled: SampledTokens, prompt_logprobs: Mapping[int, LogprobTensors] | None = None) -> None:
+    def __init__(
+        self,
+        sampled: SampledTokens,
+        prompt_logprobs: Mapping[int, LogprobTensors] | None = None,
+        *,
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
         """
         Args:
             sampled: what `Sampler.sample` returned.
             prompt_logprobs: index in the plan's R -> log-probabilities of the tokens that follow in its prompt.
+            stream: for the copies, so that the next step does not stand behind them; None: the current one. Whoever
+                writes to the memory of ``sampled`` again waits for it.
         """
-        self._tokens = _Copy(sampled.tokens)
-        self._logprobs = None if sampled.logprobs is None else _LogprobCopies(sampled.logprobs)
-        self._prompt_logprobs = {index: _LogprobCopies(tensors) for index, tensors in (prompt_logprobs or {}).items()}
-        device = sampled.tokens.device
-        self._event = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            self._tokens = _Copy(sampled.tokens)
+            self._logprobs = None if sampled.logprobs is None else _LogprobCopies(sampled.logprobs)
+            self._prompt_logprobs = {
+                index: _LogprobCopies(tensors) for index, tensors in (prompt_logprobs or {}).items()
+            }
+            device = sampled.tokens.device
+            self._event = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
     def ready(self) -> bool:
         """Whether `wait` would return at once."""

@@ -72,6 +72,8 @@ class ModelRunner:
         self.table = table
         self.sampler = sampler
         self.graphs = Graphs()
+        # Results travel beside the work of the next step, not before it.
+        self._copies = torch.cuda.Stream(table.device) if table.device.type == "cuda" else None
 
     @torch.no_grad()
     def forward(self, plan: SchedulerOutput) -> PendingLogits:
@@ -96,12 +98,15 @@ class ModelRunner:
     def sample(self, pending: PendingLogits) -> PendingStep:
         """Launch the draw of the next tokens, and their way to the host."""
         plan, rows = pending.plan, pending.plan.rows[pending.plan.samples]
+        if self._copies is not None:
+            # A graph draws into the same memory at every step: the tokens of the step before must have left it.
+            torch.cuda.current_stream(self._copies.device).wait_stream(self._copies)
         if pending.graph is not None and self.sampler.takes_one_pass(rows):
             sampled = SampledTokens(pending.graph.replay_draw(plan.num_requests))
             self.sampler.launched(rows)
         else:
             sampled = self.sampler.sample(pending.logits, rows, pending.rows, self.table.last_tokens)
-        return PendingStep(sampled, pending.prompt_logprobs)
+        return PendingStep(sampled, pending.prompt_logprobs, stream=self._copies)
 
     def _prompt_logprobs(self, plan: SchedulerOutput, stream: Tensor) -> dict[int, LogprobTensors]:
         result = {}

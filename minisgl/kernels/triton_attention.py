@@ -550,6 +550,9 @@ def choose_options(
     while num_kv_heads % (2 * most) == 0 and 2 * most * (num_heads // num_kv_heads) <= _MIN_ROWS:
         most *= 2
     many = 4 * num_requests * (num_kv_heads // most) >= 3 * num_programs
+    if num_programs // 8 < num_requests * num_kv_heads <= num_programs // 2:
+        # An item for each multiprocessor, and some are free: nobody else is there to share it with.
+        return DecodeOptions(heads=1, block_rows=_block_rows(head_dim), num_stages=4, each=1)
     return DecodeOptions(heads=most if many else 1, block_rows=_block_rows(head_dim))
 
 

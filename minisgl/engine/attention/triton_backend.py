@@ -80,7 +80,8 @@ class TritonAttention:
             )  # fmt: skip
             decodes = lay_out(
                 batch.seq_lens[:d], batch.page_table[:d], options,
-                num_programs=self.num_programs, num_kv_heads=shape.num_kv_heads, page_size=shape.page_size,
+                num_programs=self.num_programs * options.each // PROGRAMS_EACH,
+                num_kv_heads=shape.num_kv_heads, page_size=shape.page_size,
             )  # fmt: skip
         return TritonPlan(
             decodes=decodes,
