@@ -14,17 +14,18 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.engine.request_table import RequestTable, StepBuffers, pack_step, sampled_rows
+from minisgl.engine.request_table import PackedStep, RequestTable, StepBuffers, pack_step, sampled_rows
 from minisgl.forward import AttentionBackend, ForwardBatch
 from minisgl.scheduler.plan import SchedulerOutput, empty_plan
 from minisgl.utils import Int32Array
@@ -216,27 +217,22 @@ class GraphCapture:
         )
         return graphs
 
-    def compile_products(self, max_requests: int) -> None:
-        """Let the kernels of all products be compiled side by side. They differ with the number of tokens, and one
-        after the other they would take most of the start."""
-        model, device = self.runner.model, self.runner.table.device
-        layer, dtype = model.model.layers[0], self.runner.kv.layers[0].dtype
-        attention, mlp = layer.self_attn, layer.mlp
+    def compile(self, max_requests: int, max_tokens: int) -> None:
+        """Carry out a step of each size, of nothing but padding, several at a time: kernels are compiled at first use,
+        some differ with the size, and one after the other they would take most of the start."""
 
-        def run(num_tokens: int) -> None:
-            def new(width: int) -> Tensor:
-                return torch.zeros(num_tokens, width, dtype=dtype, device=device)
+        def run(work: Callable[[], object]) -> None:
+            with torch.no_grad(), torch.cuda.device(self.runner.table.device):
+                work()
 
-            with torch.no_grad(), torch.cuda.device(device):
-                stream = new(model.config.hidden_size)
-                attention.qkv_proj(stream, layer.input_layernorm)
-                attention.o_proj(new(attention.o_proj.weight.shape[1]), stream)
-                mlp(stream, layer.post_attention_layernorm)
-                model.logits(stream)
-
+        sizes = decode_buckets(max_requests)
         with ThreadPoolExecutor() as pool:
-            list(pool.map(run, decode_buckets(max_requests)))
-        torch.cuda.synchronize(device)
+            work = [partial(self._step_of_tokens, max_tokens), *(partial(self._step_of_decodes, n) for n in sizes)]
+            done = [pool.submit(run, w) for w in work]
+        for future in done:
+            if not isinstance(future.exception(), torch.OutOfMemoryError):  # all at once are more than each alone
+                future.result()
+        torch.cuda.synchronize(self.runner.table.device)
 
     @torch.no_grad()
     def worthwhile_token_buckets(self, max_tokens: int) -> tuple[int, ...]:
@@ -248,31 +244,10 @@ class GraphCapture:
     @torch.no_grad()
     def decode(self, num_requests: int) -> DecodeGraph:
         """Record one decode step and its draw."""
-        runner, table = self.runner, self.runner.table
-        packed_len = 6 * num_requests + 3 + (1 + PAGES_PER_REQUEST) * num_requests + 2 * num_requests
-        buffers = StepBuffers.new(
-            num_requests,
-            num_requests,
-            table_width=table.page_table.shape[1],
-            packed_len=packed_len,
-            device=table.device,
-        )
-        step = pack_step(empty_plan(), num_requests, num_requests)
-        table.send(step, into=buffers.packed)
-        step = replace(step, seq_lens=np.full(num_requests, self.max_seq_len, np.int32))
-
-        def forward() -> tuple[ForwardBatch, Tensor]:
-            batch = table.batch(step, buffers)
-            batch = replace(batch, attn_metadata=runner.attention.plan(batch))
-            stream = runner.model(batch, runner.kv.layers, runner.attention)
-            return batch, runner.model.logits(stream)
-
-        def draw(logits: Tensor) -> Tensor:
-            return runner.sampler.launch(logits, buffers.packed[:num_requests], table.last_tokens)
-
+        step, buffers, forward, draw = self._decodes(num_requests)
         graph, draw_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with self._on_side_stream():
-            draw(forward()[1])  # whatever is compiled or allocated at first use
+            draw(forward()[1])  # whatever is allocated at first use
             with self._recording(graph):
                 batch, logits = forward()
             # Borrowed, so that the graphs of other sizes may use the same memory: only one of them runs.
@@ -288,12 +263,48 @@ class GraphCapture:
         buffers, batch = self._tokens(num_tokens)
         cutter = _CuttingAttention(self._pool)
         with self._on_side_stream():
-            runner.model(batch, runner.kv.layers, _NoAttention())  # whatever is compiled or allocated at first use
+            runner.model(batch, runner.kv.layers, _NoAttention())  # whatever is allocated at first use
             torch.cuda.synchronize()
             cutter.begin()
             stream = runner.model(batch, runner.kv.layers, cutter)
             cutter.end()
         return PieceGraphs(buffers, tuple(cutter.pieces), tuple(cutter.cuts), borrow(stream))
+
+    def _decodes(
+        self, num_requests: int
+    ) -> tuple[PackedStep, StepBuffers, Callable[[], tuple[ForwardBatch, Tensor]], Callable[[Tensor], Tensor]]:
+        """A step of padding requests: what is sent, its buffers, its forward pass and its draw."""
+        runner, table = self.runner, self.runner.table
+        packed_len = 6 * num_requests + 3 + (1 + PAGES_PER_REQUEST) * num_requests + 2 * num_requests
+        buffers = StepBuffers.new(
+            num_requests,
+            num_requests,
+            table_width=table.page_table.shape[1],
+            packed_len=packed_len,
+            device=table.device,
+        )
+        step = pack_step(empty_plan(), num_requests, num_requests)
+        table.send(step, into=buffers.packed)
+        longest = replace(step, seq_lens=np.full(num_requests, self.max_seq_len, np.int32))
+
+        def forward() -> tuple[ForwardBatch, Tensor]:
+            batch = table.batch(longest, buffers)
+            batch = replace(batch, attn_metadata=runner.attention.plan(batch))
+            stream = runner.model(batch, runner.kv.layers, runner.attention)
+            return batch, runner.model.logits(stream)
+
+        def draw(logits: Tensor) -> Tensor:
+            return runner.sampler.launch(logits, buffers.packed[:num_requests], table.last_tokens)
+
+        return step, buffers, forward, draw
+
+    def _step_of_decodes(self, num_requests: int) -> None:
+        _, _, forward, draw = self._decodes(num_requests)
+        draw(forward()[1])
+
+    def _step_of_tokens(self, num_tokens: int) -> None:
+        _, batch = self._tokens(num_tokens)
+        self.runner.model(batch, self.runner.kv.layers, _NoAttention())
 
     def _tokens(self, num_tokens: int) -> tuple[StepBuffers, ForwardBatch]:
         """A step of nothing but padding."""
@@ -306,7 +317,7 @@ class GraphCapture:
     def _host_is_slower(self, num_tokens: int) -> bool:
         """Whether the host takes longer to launch a step of so many tokens than the device to compute it."""
         _, batch = self._tokens(num_tokens)
-        for _ in range(2):  # the first time compiles
+        for _ in range(2):  # the first time is slower
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda.synchronize()
             torch.cuda._sleep(10**8)  # the device waits until all is launched, so that its own time is seen

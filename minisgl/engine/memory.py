@@ -55,13 +55,13 @@ def measure(runner: ModelRunner, sizes: SchedulerConfig, *, max_graph_requests: 
         max_graph_requests: largest batch that is to be captured; 0: none.
     """
     device = runner.table.device
+    capture = GraphCapture(runner, max_seq_len=sizes.max_model_len)
+    capture.compile(max_graph_requests, sizes.max_num_batched_tokens)
     step_bytes = max(
         _peak_bytes(runner, sizes, prompt_len, params)
         for prompt_len in (sizes.max_num_batched_tokens, sizes.max_num_batched_tokens // sizes.max_running)
         for params in (SamplingParams(max_tokens=1), SamplingParams(max_tokens=1, top_p=0.9, logprobs=20))
     )
-    capture = GraphCapture(runner, max_seq_len=sizes.max_model_len)
-    capture.compile_products(max_graph_requests)
     buckets = decode_buckets(max_graph_requests)
     graph_bytes, token_buckets = 0, ()
     if buckets:
