@@ -240,7 +240,7 @@ def test_what_cannot_be_served_is_refused_at_once_and_harms_nobody(tiny: Started
     """V01, V03, V04, V06, V07, V09, V10, V11: 400 within a second, in OpenAI's form, with what is allowed; what is
     being answered meanwhile is answered."""
     with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(tiny.post, greedy(max_tokens=400))
+        other = pool.submit(tiny.post, greedy(max_tokens=150))
         for row, bad, words in REFUSED:
             start = {"messages": PROMPTS[3]} if "messages" in bad else {"prompt": ONCE}
             start_s = time.monotonic()
@@ -249,7 +249,7 @@ def test_what_cannot_be_served_is_refused_at_once_and_harms_nobody(tiny: Started
             error = answer.json()["error"]
             assert set(error) == {"message", "type", "param", "code"}, row
             assert all(word in error["message"] for word in words.split()), (row, error)
-        assert other.result().json()["usage"]["completion_tokens"] == 400
+        assert other.result().json()["usage"]["completion_tokens"] == 150
     tiny.wait_idle()
 
 
@@ -454,7 +454,7 @@ def test_a_reader_that_never_reads_is_cut_off_and_others_are_not(odd: tuple[Star
         sock.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
         sock.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
         server.wait(lambda: server.metrics()["requests_running"] == 1)
-        for _ in range(8):
+        for _ in range(4):
             assert server.post({"prompt": ONCE}).json()["choices"][0]["text"] == ONCE
         server.wait(lambda: server.metrics()["requests_running"] == 0, 20)
         grown = server.rss_mib()
@@ -553,20 +553,14 @@ def test_a_life_with_every_trouble(plain_folder: tuple[Path, str], tmp_path: Pat
         server.close()
 
 
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        (("--num-pages", "2", "--max-model-len", "100"), "does not fit into the pool"),
-        (("--chat-template", "/no/such/file"), "cannot read the chat template"),
-    ],
-)
-def test_a_start_that_fails_in_a_child_is_one_line(options: tuple[str, ...], complaint: str) -> None:
+def test_a_start_that_fails_in_a_child_is_one_line() -> None:
     """V15, O06."""
-    command = [sys.executable, "-m", "minisgl", "serve", "--model", "tiny", "--device", "cpu", "--port", "0", *options]
+    options = ("--port", "0", "--num-pages", "2", "--max-model-len", "100")
+    command = [sys.executable, "-m", "minisgl", "serve", "--model", "tiny", "--device", "cpu", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and done.stdout == ""
     lines = [line for line in done.stderr.splitlines() if "level=info" not in line]
-    assert len(lines) == 1 and complaint in lines[0], done.stderr
+    assert len(lines) == 1 and "does not fit into the pool" in lines[0], done.stderr
 
 
 def test_sigterm_lets_a_real_answer_end() -> None:
@@ -590,5 +584,5 @@ def test_sigterm_lets_a_real_answer_end() -> None:
 def test_a_trace_of_requests_that_overlap_and_leave(tmp_path: Path) -> None:
     """A03, A04, A07, S16: a short flight of the fuzzer; `fuzz_serve` tells what is asked after each round."""
     flight = Flight(5, tmp_path)
-    flight.fly(2)
+    flight.fly(1)
     assert flight.num_left >= 5 and flight.num_aborted >= 1
