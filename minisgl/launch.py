@@ -231,9 +231,12 @@ def _size_on_cuda(
     Raises:
         ValueError: as `size_pool`, and if the largest step does not fit.
     """
-    free, total = torch.cuda.mem_get_info(device)
-    left = total * config.memory_fraction - (total - free)
-    trial = rehearsal_sizes(size_pool(config, shape, device, dtype, left))
+
+    def left() -> float:
+        free, total = torch.cuda.mem_get_info(device)
+        return total * config.memory_fraction - (total - free)
+
+    trial = rehearsal_sizes(size_pool(config, shape, device, dtype, left()))
     try:
         need = measure(build(trial), trial, max_graph_requests=max_graph_requests)
     except torch.OutOfMemoryError as error:
@@ -241,8 +244,8 @@ def _size_on_cuda(
             f"a step of {config.max_num_batched_tokens} tokens and {config.max_running} requests does not fit beside "
             f"the weights: lower max_num_batched_tokens or max_running"
         ) from error
-    torch.cuda.empty_cache()  # the trial's pool
-    sizes = size_pool(config, shape, device, dtype, left - need.step_bytes - need.graph_bytes)
+    torch.cuda.empty_cache()  # the trial's pool; what libraries took for themselves stays
+    sizes = size_pool(config, shape, device, dtype, left() - need.step_bytes - need.graph_bytes)
     logger.info(
         "memory: %.2f GiB for the largest step, %.2f for graphs, %.2f for KV",
         need.step_bytes / 2**30,

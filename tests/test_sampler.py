@@ -83,7 +83,9 @@ def draw(sampler: Sampler, logits: Tensor, *rows: int) -> SampledTokens:
 
 
 def sample(sampler: Sampler, logits: Tensor, rows: Int32Array) -> SampledTokens:
-    device_rows = torch.tensor(rows, device=sampler.device)
+    device_rows = torch.from_numpy(rows.copy())
+    if sampler.device.type == "cuda":
+        device_rows = device_rows.pin_memory().to(sampler.device, non_blocking=True)
     last_tokens = torch.full((len(sampler._needs),), -1, dtype=torch.int64, device=sampler.device)
     return sampler.sample(logits, rows, device_rows, last_tokens)
 

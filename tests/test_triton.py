@@ -36,7 +36,7 @@ from minisgl.kernels.triton_attention import (
 
 pytestmark = MARKS
 # Rounding of the result (half a unit in the last place), and of the weights before they meet V.
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+TOLERANCE = {torch.float32: 4e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
 def exact_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

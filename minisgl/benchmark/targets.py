@@ -104,7 +104,7 @@ def bench_all(
                 rows.append(row)
                 details.setdefault(name, {}).update(detail)
                 print(f"{row['row']}, {row['shape']}: {row['measured']:,.4g}", file=sys.stderr, flush=True)
-        except (RuntimeError, ValueError, MemoryError) as error:
+        except Exception as error:  # whatever it is, the other shapes are still to be measured
             logger.exception("%s could not be measured to the end", name)
             failed.append(f"{name}: {error}")
         if output is not None:

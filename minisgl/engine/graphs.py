@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -57,7 +57,7 @@ class DecodeGraph:
         forward: prepare, model and logits, recorded.
         logits: ``[R, vocab_size]``.
         draw: the draw in one pass, recorded.
-        tokens: ``[2, R]`` int32, what it draws.
+        tokens: ``[2, R]`` int32, what it draws; memory of its own.
         sent: what lies in ``buffers.packed``, int32: a step like the one before it, with the same requests and no new
             pages, needs no copy at all.
     """
@@ -192,7 +192,7 @@ class GraphCapture:
         self.runner = runner
         self.max_seq_len = max_seq_len
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(runner.table.device)
+        self._stream = _capture_stream(runner.table.device)
 
     @torch.no_grad()
     def capture(self, *, max_requests: int, token_buckets: Sequence[int], reserve_bytes: int = 0) -> Graphs:
@@ -254,7 +254,7 @@ class GraphCapture:
             logits = borrow(logits)
             with self._recording(draw_graph):
                 tokens = draw(logits)
-        return DecodeGraph(buffers, batch, graph, logits, draw_graph, borrow(tokens), step.values)
+        return DecodeGraph(buffers, batch, graph, logits, draw_graph, tokens, step.values)
 
     @torch.no_grad()
     def pieces(self, num_tokens: int) -> PieceGraphs:
@@ -293,8 +293,11 @@ class GraphCapture:
             stream = runner.model(batch, runner.kv.layers, runner.attention)
             return batch, runner.model.logits(stream)
 
+        # Not of the pool: the tokens are still on their way to the host when the next step begins to use that.
+        tokens = torch.empty(2, num_requests, dtype=torch.int32, device=table.device)
+
         def draw(logits: Tensor) -> Tensor:
-            return runner.sampler.launch(logits, buffers.packed[:num_requests], table.last_tokens)
+            return runner.sampler.launch(logits, buffers.packed[:num_requests], table.last_tokens, out=tokens)
 
         return step, buffers, forward, draw
 
@@ -352,6 +355,12 @@ class GraphCapture:
             yield
         finally:
             graph.capture_end()
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all engines: cuBLAS keeps a workspace for every stream that it has ever seen."""
+    return torch.cuda.Stream(device)
 
 
 class _NoAttention:

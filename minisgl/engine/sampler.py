@@ -222,12 +222,20 @@ class Sampler:
         """Whether these rows need nothing but `launch`, so that a graph can hold their draw."""
         return not (self._needs[rows] & ~Need.RANDOM).any()
 
-    def launch(self, logits: Tensor, device_rows: Tensor, last_tokens: Tensor, *, all_greedy: bool = False) -> Tensor:
-        """The draw in one pass, on the device alone: arguments as of `sample`, result as `SampledTokens.tokens`. Rows
-        of -1 are passed over."""
+    def launch(
+        self,
+        logits: Tensor,
+        device_rows: Tensor,
+        last_tokens: Tensor,
+        *,
+        all_greedy: bool = False,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """The draw in one pass, on the device alone: arguments as of `sample`, result as `SampledTokens.tokens`, in
+        ``out`` if that is given. Rows of -1 are passed over."""
         state = self._temperature, self._seed, self._position
         return self.kernels.sample_rows(
-            logits, device_rows, *state, last_tokens, self.vocab_size, all_greedy=all_greedy
+            logits, device_rows, *state, last_tokens, self.vocab_size, out, all_greedy=all_greedy
         )
 
     def launched(self, rows: Int32Array) -> None:
