@@ -56,7 +56,8 @@ def test_whatever_comes_the_answer_is_as_described(case: schemathesis.Case) -> N
 
 def test_both_kinds_of_requests_were_made() -> None:
     """Those that were answered, and where there is something to get wrong, those that were refused."""
-    assert statuses and all(200 in seen for path, seen in statuses.items() if path != "/v1/models/{model}"), statuses
+    rarely = ("/v1/models/{model}", "/v1/chat/completions")  # chance seldom names the model, or makes a conversation
+    assert statuses and all(200 in seen for path, seen in statuses.items() if path not in rarely), statuses
     assert all(400 in statuses[path] for path in ("/v1/completions", "/v1/chat/completions", "/tokenize")), statuses
 
 
