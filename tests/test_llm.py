@@ -665,13 +665,14 @@ def without_column(logits_of: Callable[[torch.Tensor], torch.Tensor], column: in
 def test_a_failing_step_ends_everything_clearly(
     open_llm: Callable[..., LLM], prompts: list[list[int]], overlap: bool, half: str
 ) -> None:
-    """Whoever waits and whoever comes later gets an error; nobody hangs, and `close` works."""
+    """E06: memory that runs out, or whatever it is. Whoever waits and whoever comes later gets an error; nobody hangs,
+    and `close` works. (A server ends such a process, and says so: test_clients.py.)"""
     llm = open_llm(overlap=overlap)
     original, calls = getattr(llm.engine.runner, half), itertools.count()
 
     def failing(argument: Any) -> Any:
         if next(calls) == 4:
-            raise RuntimeError("boom")
+            raise torch.OutOfMemoryError("boom")
         return original(argument)
 
     setattr(llm.engine.runner, half, failing)
