@@ -24,7 +24,6 @@ from minisgl.benchmark.profile import (
     LAYER_PRODUCTS,
     Event,
     StepShape,
-    busy_us,
     find_place,
     find_places,
     place_floors,
@@ -389,16 +388,21 @@ def test_a_profile_adds_up() -> None:
     rows = {row["place"]: row for row in report["rows"]}
     assert sum(row["us"] for row in report["rows"]) == report["kernels us"] == len(events) * 2 / 3
     assert report["kernels us"] + report["remainder us"] == report["step us"] == pytest.approx(30)
-    assert report["busy us"] == (len(events) + 1) / 3 and report["kernels % of step"] == pytest.approx(100 * 28 / 30)
+    assert report["kernels % of step"] == pytest.approx(100 * 28 / 30)
     attention = rows["attention"]
     assert (attention["calls"], attention["us"], attention["MB"]) == (2, 4, 3)
     assert attention["floor us"] == pytest.approx(1) and attention["floor / time %"] == pytest.approx(25)
     assert rows["sampling"]["floor us"] is None and rows["O product"]["kernels"] == {"_gemv_kernel": 2}
 
 
-def test_busy_time_counts_no_moment_twice() -> None:
-    events = [Event("c", 20, 1), Event("a", 0, 10), Event("b", 2, 3), Event("d", 20.5, 2)]
-    assert busy_us(events) == 12.5
+def test_no_moment_of_a_device_counts_twice(tmp_path: Path) -> None:
+    """A kernel that was launched dependently waits for the one before it, which is at work."""
+    runs = {"c": (20, 1), "a": (0, 10), "b": (2, 3), "d": (20.5, 2)}
+    entries = [{"ph": "X", "cat": "kernel", "name": n, "ts": ts, "dur": dur} for n, (ts, dur) in runs.items()]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": entries}))
+    own = {event.name: event.duration_us for event in read_trace(path, cuda=True)}
+    assert own == {"a": 10, "b": 0, "c": 1, "d": 1.5}
 
 
 def test_floors_sum_to_the_roofline_of_a_step() -> None:

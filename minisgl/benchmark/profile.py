@@ -14,7 +14,7 @@ import re
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -105,8 +105,8 @@ def profile(
         perfetto: file for the profiler's own trace.
 
     Returns:
-        The report: ``rows`` as printed, ``step us``, ``kernels us`` (their sum), ``busy us`` (time in which at least
-        one ran), ``kernels % of step``.
+        The report: ``rows`` as printed, ``step us``, ``kernels us`` (their sum, in which no moment counts twice),
+        ``kernels % of step``.
 
     Raises:
         ValueError: so many requests of that length do not fit into the engine.
@@ -127,8 +127,8 @@ def profile(
         print(table(_printed(report["rows"])))
         print(
             f"the step takes {report['step us']:,.1f} us without the profiler; the kernels sum to "
-            f"{report['kernels us']:,.1f} us, {report['kernels % of step']:.1f} % of it (at least one runs for "
-            f"{report['busy us']:,.1f} us); {report['remainder us']:,.1f} us are not in the table"
+            f"{report['kernels us']:,.1f} us, {report['kernels % of step']:.1f} % of it; "
+            f"{report['remainder us']:,.1f} us are not in the table"
         )
         if output is not None:
             write_report(output, f"profile of a {kind} step", bench.device, report)
@@ -186,7 +186,6 @@ def summarise(
         "step us": step_us,
         "kernels us": total,
         "kernels % of step": 100 * total / step_us,
-        "busy us": busy_us(events) / steps,
         "remainder us": step_us - total,
     }
 
@@ -253,25 +252,22 @@ def place_floors(
     return floors
 
 
-def busy_us(events: Iterable[Event]) -> float:
-    """Microseconds in which at least one event ran: with dependent launches kernels overlap."""
-    total, reached = 0.0, float("-inf")
-    for event in sorted(events, key=lambda e: e.start_us):
-        end = event.start_us + event.duration_us
-        total += max(0.0, end - max(event.start_us, reached))
-        reached = max(reached, end)
-    return total
-
-
 def read_trace(path: str | Path, *, cuda: bool) -> list[Event]:
-    """The events of a trace that torch's profiler wrote: kernels and copies of the device, or on a CPU operations, each
-    with its own time only, without what it called."""
+    """The events of a trace that torch's profiler wrote, each with its own time only. On CUDA these are kernels and
+    copies; a moment in which several run counts for the one that began first: the others were launched dependently, and
+    wait for it. On a CPU they are operations, without what they called."""
     entries = json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]
     wanted = {"kernel", "gpu_memcpy", "gpu_memset"} if cuda else {"cpu_op"}
     found = [e for e in entries if e.get("ph") == "X" and e.get("cat") in wanted]
     found.sort(key=lambda e: (float(e["ts"]), -float(e["dur"])))
     own = [float(e["dur"]) for e in found]
-    if not cuda:
+    if cuda:
+        reached = float("-inf")
+        for i, e in enumerate(found):
+            end = float(e["ts"]) + float(e["dur"])
+            own[i] = max(0.0, end - max(float(e["ts"]), reached))
+            reached = max(reached, end)
+    else:
         stacks: dict[Any, list[int]] = defaultdict(list)  # of each thread: operations that are under way
         for i, e in enumerate(found):
             stack = stacks[e["tid"]]
