@@ -345,7 +345,13 @@ def test_an_error_can_tell_of_what_is_no_text() -> None:
 def test_a_body_must_call_itself_json() -> None:
     """A page of another site can send text without asking first; JSON it cannot."""
     answer = ask(COMPLETIONS, content=b'{"prompt": "a"}', headers={"content-type": "text/plain"})
-    error_of(answer, 400)
+    assert "Content-Type: application/json" in error_of(answer, 400)["message"]
+
+
+def test_what_is_no_json_is_told_as_such() -> None:
+    """The place in the body is no name of a parameter."""
+    error = error_of(ask(COMPLETIONS, content=b'{"prompt": "a",}'), 400)
+    assert error["message"].startswith("body: not JSON, from position 15 on: ") and error["param"] is None
 
 
 def test_unknown_paths_and_methods() -> None:

@@ -297,6 +297,12 @@ def _add_errors(app: FastAPI, front: Front) -> None:
 
     async def invalid(_: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
+        first = error.errors()[0]
+        if first["type"] == "json_invalid":
+            return tell(ApiError(400, f"body: not JSON, from position {first['loc'][1]} on: {first['ctx']['error']}"))
+        if first["loc"] == ("body",) and first["type"] != "missing":
+            # Without the header that says so, which some clients forget, even JSON is but bytes.
+            return tell(ApiError(400, "body: must be a JSON object, sent with Content-Type: application/json"))
         # A place is body, field, then positions and names below it, among them the types that a union tried.
         problems = [
             (".".join(str(part) for part in each["loc"][1:] if part != "str" and "[" not in str(part)), each["msg"])
