@@ -122,6 +122,8 @@ def test_a_huge_max_tokens_is_the_rest_of_the_context(loop: Loop, tiny: Client) 
         (ask("a", token_ids=[]), "the prompt is empty"),
         (ask("a", token_ids=[5] * 513), "513 tokens.*511.*512"),  # V01
         (ask("a", token_ids=[5] * 5000), "5000 tokens.*511.*512"),
+        (ask("a", text="x" * 10**6), "far too long: more than 512 tokens"),
+        (ask("a", messages=[{"role": "user", "content": "x" * 10**6}]), "far too long: more than 512 tokens"),
         (ask("a", token_ids=[4096]), "4096 is outside the vocabulary 0..4095"),
         (ask("a", token_ids=[-1]), "-1 is outside"),
         (ask("a", token_ids=[2**70]), "cannot be sent"),

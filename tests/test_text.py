@@ -258,6 +258,30 @@ def test_prompts_that_are_not_text_are_refused(byte_level: Tokenizer, text: Any)
         byte_level.encode(text)
 
 
+@pytest.mark.parametrize("text", ["x", " ", "Once upon a time ", "\n", "\U0001f980"])
+def test_a_prompt_that_is_far_too_long_is_refused_before_all_of_it_is_encoded(
+    pair: tuple[Tokenizer, Any], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One client's prompt of megabytes must not hold up all others; what could fit is encoded as ever."""
+    tokenizer, _ = pair
+    for repeats in (1, 100, 400, 1000):
+        whole = tokenizer.encode(text * repeats)
+        if len(whole) <= 64:  # the context
+            assert tokenizer.encode(text * repeats, most=64).tolist() == whole.tolist()
+    lengths: list[int] = []
+    encode = tokenizer._backend.encode
+
+    class Counting:
+        def encode(self, text: str, **options: Any) -> Any:
+            lengths.append(len(text))
+            return encode(text, **options)
+
+    monkeypatch.setattr(tokenizer, "_backend", Counting())
+    with pytest.raises(ValueError, match="far too long: more than 64 tokens"):
+        tokenizer.encode(text * 100_000, most=64)
+    assert sum(lengths) < 20_000
+
+
 @pytest.mark.parametrize("ids", [[-1], [2**31], ["a"], [[1]], [1.5]])
 def test_ids_that_are_not_ids_are_refused(byte_level: Tokenizer, ids: Any) -> None:
     with pytest.raises(ValueError, match="token id"):

@@ -80,19 +80,22 @@ class Tokenizer:
         """Whether `render_chat` and `encode_chat` can work."""
         return bool(self._hf.chat_template)
 
-    def encode(self, text: str) -> Int32Array:
+    def encode(self, text: str, *, most: int | None = None) -> Int32Array:
         """The ids ``[n] int32`` of a prompt, as the model expects one to begin and end. Raises ``ValueError`` for
-        anything but a string of Unicode characters."""
-        ids = self._encode(text, add_special_tokens=True)
+        anything but a string of Unicode characters, and for a text that is far longer than ``most`` tokens, in a time
+        that does not grow with the text; one that is a little longer is encoded."""
+        ids = self._encode(text, add_special_tokens=True, most=most)
         if self._adds_bos and ids[1:2] == [self.bos_token_id]:
             ids = ids[1:]
         return np.array(ids, np.int32)
 
-    def encode_chat(self, messages: object, *, tools: object = None, add_generation_prompt: bool = True) -> Int32Array:
+    def encode_chat(
+        self, messages: object, *, tools: object = None, add_generation_prompt: bool = True, most: int | None = None
+    ) -> Int32Array:
         """The ids ``[n] int32`` of `render_chat`. The template writes the special tokens; only a BOS that it leaves out
-        is added. Raises ``ValueError`` as `render_chat` does."""
+        is added. Raises ``ValueError`` as `render_chat` and, about ``most``, as `encode` does."""
         text = self.render_chat(messages, tools=tools, add_generation_prompt=add_generation_prompt)
-        ids = self._encode(text, add_special_tokens=False)
+        ids = self._encode(text, add_special_tokens=False, most=most)
         bos = [self.bos_token_id] if self._adds_bos and ids[:1] != [self.bos_token_id] else []
         return np.array(bos + ids, np.int32)
 
@@ -132,9 +135,17 @@ class Tokenizer:
         ids = as_token_ids(token_ids).tolist()
         return self.token_bytes.join(ids, skip_special_tokens=skip_special_tokens).decode("utf-8", errors="replace")
 
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def _encode(self, text: str, *, add_special_tokens: bool, most: int | None = None) -> list[int]:
         if not isinstance(text, str):
             raise ValueError(f"a prompt must be a string, got {type(text).__name__}")
+        if most is not None:
+            # Encoding takes about a second a million characters. So of a very long text ever longer beginnings are
+            # tried first; what follows may change a beginning's last tokens, but never halves their number.
+            num_chars = 16 * most
+            while num_chars < len(text):
+                if len(self._encode(text[:num_chars], add_special_tokens=False)) > 2 * most:
+                    raise ValueError(f"the prompt is far too long: more than {most} tokens")
+                num_chars *= 2
         try:
             ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError:  # a str that has no UTF-8; JSON can carry one ("\ud83d")

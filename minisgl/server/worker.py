@@ -135,22 +135,23 @@ class TextWorker:
             self._to_front(Error(id, f"the prompt cannot be encoded: {type(error).__name__}: {error}"))
 
     def _submit(self, request: GenerateRequest) -> None:
-        prompt, request_id = self._encode(request), request.request_id
+        assert self._info is not None, "a request came before the engine had started"
+        prompt, request_id = self._encode(request, most=self._info.max_model_len), request.request_id
         self._check(prompt, request.params)
         children = self._assembler.add(request_id, request.text, prompt, request.params, arrival_s=self._clock())
         self._prompt_of.update((child_id, request_id) for child_id, _ in children)
         self._to_engine(Add(children, prompt.tobytes()))
         self._changed[request_id] = None  # it is accepted
 
-    def _encode(self, request: GenerateRequest) -> Int32Array:
+    def _encode(self, request: GenerateRequest, *, most: int | None = None) -> Int32Array:
         given = [x is not None for x in (request.text, request.token_ids, request.messages)]
         if sum(given) != 1:
             raise ValueError("a request has one prompt: a text, token ids, or messages")
         if request.text is not None:
-            return self._tokenizer.encode(request.text)
+            return self._tokenizer.encode(request.text, most=most)
         if request.token_ids is not None:
             return as_token_ids(request.token_ids)
-        return self._tokenizer.encode_chat(request.messages, tools=request.tools)
+        return self._tokenizer.encode_chat(request.messages, tools=request.tools, most=most)
 
     def _check(self, prompt: Int32Array, params: SamplingParams) -> None:
         """Raise ``ValueError`` for what the engine would refuse, before it hears of it."""
