@@ -374,6 +374,7 @@ def test_models_and_tokens() -> None:
     for path, body in (
         ("/tokenize", {}), ("/tokenize", {"prompt": "a", "messages": HI}), ("/tokenize", {"prompt": "a", "tools": []}),
         ("/tokenize", {"messages": []}), ("/detokenize", {"tokens": [256]}), ("/detokenize", {"tokens": "ab"}),
+        ("/detokenize", {"tokens": [97] * 65}),
     ):  # fmt: skip
         error_of(ask(path, body), 400)
 

@@ -238,6 +238,9 @@ def _add_tokens(app: FastAPI, front: Front) -> None:
     async def detokenize(body: DetokenizeRequest) -> Response:
         """The text of tokens."""
         check_model(body.model, client.info)
+        if len(body.tokens) > client.info.max_model_len:
+            most = client.info.max_model_len
+            raise ApiError(400, f"tokens: at most {most}, the model's context, got {len(body.tokens)}", param="tokens")
         check_token_ids(body.tokens, client.info, param="tokens")
         return _Json(Detokenized(await client.detokenize(body.tokens)))
 
