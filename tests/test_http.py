@@ -862,6 +862,23 @@ def test_slow_senders_are_cut_off(dawdler: tuple[FakeClient, str, str]) -> None:
         assert send_slowly(base, parts) in (b"cut off", b"closed")
 
 
+def test_a_head_without_an_end_is_cut_off(dawdler: tuple[FakeClient, str, str]) -> None:
+    """A client must not fill memory with headers; long bodies are another matter."""
+    _, base, _ = dawdler
+    host = ("127.0.0.1", int(base.rpartition(":")[2]))
+    with socket.create_connection(host) as sock, pytest.raises(OSError):
+        sock.settimeout(5)
+        sock.sendall(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\nx: ")
+        for _ in range(100):
+            sock.sendall(b"a" * 10_000)
+            time.sleep(0.001)
+        raise AssertionError("a megabyte of headers was taken")
+    with httpx.Client(base_url=base) as http:
+        for _ in range(2):  # one connection
+            assert http.get("/health", headers={"x": "a" * 40_000}).status_code == 200
+            assert http.post("/tokenize", json={"prompt": "a" * 200_000}).status_code in (200, 400)
+
+
 def test_requests_in_a_row_before_an_answer_are_cut_off(dawdler: tuple[FakeClient, str, str]) -> None:
     """A02: they would keep the server from seeing that the client has left."""
     client, base, _ = dawdler

@@ -24,6 +24,7 @@ from minisgl.server.front import Front
 from minisgl.server.http import create_app
 
 ABORT_GRACE_S = 5.0  # for the last words of answers that were cut short at the end
+MAX_HEAD_BYTES = 65536  # of a request's line and headers
 _TOO_MANY = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
@@ -133,6 +134,8 @@ def _protocol(config: ServerConfig) -> type[asyncio.Protocol]:
 
         _receive_clock: TimerHandle | None = None
         _write_clock: TimerHandle | None = None
+        _is_in_head = False
+        _num_head_bytes = 0
 
         def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
@@ -146,7 +149,15 @@ def _protocol(config: ServerConfig) -> type[asyncio.Protocol]:
             self._stop_write_clock()
             super().connection_lost(exc)
 
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            # The parser would keep a head that never ends.
+            self._num_head_bytes = self._num_head_bytes + len(data) if self._is_in_head else 0
+            if self._num_head_bytes > MAX_HEAD_BYTES:
+                self.transport.abort()
+
         def on_message_begin(self) -> None:
+            self._is_in_head = True
             if self.cycle is not None and not self.cycle.response_complete:
                 # A request sent before the last was answered would stop us from reading, and so from seeing the client
                 # leave. No client of this API does that.
@@ -155,6 +166,7 @@ def _protocol(config: ServerConfig) -> type[asyncio.Protocol]:
             super().on_message_begin()
 
         def on_headers_complete(self) -> None:
+            self._is_in_head = False
             self._expect_within(config.header_timeout_s)  # again, for the body
             super().on_headers_complete()
 
