@@ -148,6 +148,13 @@ def test_bad_requests_are_refused_and_harm_nobody(
 
     loop.run(both())
     loop.run(idle(tiny))
+
+
+def test_to_count_tokens_is_bounded_too(loop: Loop, tiny: Client) -> None:
+    """One text of megabytes would hold up the worker, and with it everybody."""
+    with pytest.raises(RequestRefused, match="far too long: more than 512 tokens"):
+        loop.run(tiny.tokenize(ask("a", text="x" * 10**6)))
+    assert len(loop.run(tiny.tokenize(ask("a", text="word " * 600)))) > 600  # beyond the context it may be
     assert len(worker_of(tiny)) == 0
 
 

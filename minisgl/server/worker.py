@@ -136,17 +136,18 @@ class TextWorker:
 
     def _submit(self, request: GenerateRequest) -> None:
         assert self._info is not None, "a request came before the engine had started"
-        prompt, request_id = self._encode(request, most=self._info.max_model_len), request.request_id
+        prompt, request_id = self._encode(request), request.request_id
         self._check(prompt, request.params)
         children = self._assembler.add(request_id, request.text, prompt, request.params, arrival_s=self._clock())
         self._prompt_of.update((child_id, request_id) for child_id, _ in children)
         self._to_engine(Add(children, prompt.tobytes()))
         self._changed[request_id] = None  # it is accepted
 
-    def _encode(self, request: GenerateRequest, *, most: int | None = None) -> Int32Array:
+    def _encode(self, request: GenerateRequest) -> Int32Array:
         given = [x is not None for x in (request.text, request.token_ids, request.messages)]
         if sum(given) != 1:
             raise ValueError("a request has one prompt: a text, token ids, or messages")
+        most = None if self._info is None else self._info.max_model_len
         if request.text is not None:
             return self._tokenizer.encode(request.text, most=most)
         if request.token_ids is not None:
