@@ -10,6 +10,7 @@ from tolerances import BFLOAT16_GAP, FLOAT32_GAP
 
 from minisgl import LLM, SamplingParams
 from minisgl.benchmark.report import write_report
+from minisgl.engine.pending import PendingStep
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -102,6 +103,20 @@ def test_E03_padding_changes_nothing(prompts, reference):
             llm.engine.flush_cache()
         page_0 = [layer[:, 0] for layer in llm.engine.runner.kv.layers]
         assert all(bool(page.isfinite().all()) for page in page_0) and bool(page_0[0].any())
+
+
+def test_tokens_that_leave_late_are_the_right_ones(prompts, reference, monkeypatch):
+    """Their copy waits until the device is deep in the next step, whose graphs must not write where they lie."""
+
+    def late(sampled, prompt_logprobs, *, stream):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(10**7)  # some milliseconds
+        return PendingStep(sampled, prompt_logprobs, stream=stream)
+
+    monkeypatch.setattr("minisgl.engine.runner.PendingStep", late)
+    with LLM("tiny", device="cuda", dtype="float32", attention="triton", max_running=16, num_pages=200) as llm:
+        assert compare(reference, llm.generate(prompts, GREEDY, use_tqdm=False), FLOAT32_GAP) > 0
 
 
 def test_E04_graphs_stop_at_max_running_and_larger_batches_go_without(prompts, reference):

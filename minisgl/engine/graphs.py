@@ -6,7 +6,8 @@ of requests. `PieceGraphs` are a step with prompts, for a number of tokens: atte
 recording is cut at it, and its pieces are launched with attention between them.
 
 A step smaller than its graph is padded: with requests of row -1, whose one token is written to the reserved page 0 and
-read from there. All graphs share one pool of memory, since never more than one of them runs. Twin: the eager step.
+read from there. All graphs share one pool of memory, since never more than one of them runs; what is still needed when
+the next one does (the tokens, on their way to the host) lies outside it. Twin: the eager step.
 """
 
 from __future__ import annotations
