@@ -59,8 +59,6 @@ def pack_step(plan: SchedulerOutput, num_requests: int, num_tokens: int) -> Pack
     for admitted in plan.admitted:
         fresh[np.flatnonzero(rows == admitted.row)[0]] = admitted.num_computed
     first = 6 * num_requests + 3  # of the tail, which begins with the tokens
-    # Where a request has no new pages nobody asks where they begin; alike from step to step, it need not be sent.
-    page_starts = np.where(np.diff(plan.page_offsets) > 0, page_starts, 0).astype(np.int32)
     token_offsets, page_offsets = plan.token_offsets + first, plan.page_offsets + (first + len(plan.token_ids))
     if pad:
         cu_seqlens_q[real + 1 :] = cu_seqlens_q[real] + np.arange(1, pad + 1)
