@@ -55,11 +55,11 @@ def bench_front(
     # Others may use the machine too.
     circumstances = {"cores": os.cpu_count(), "load average before": os.getloadavg()[0], "niceness": os.nice(0)}
     with serving([*common, "--echo-rate", str(rate), *arguments]) as server:
-        _measure(server, "warm-up", 4, 8, None)
+        _ask_all(server, 4, 8)
         for num in streams:
             rows.append(_measure(server, f"{num} at {rate:g}/s", num, int(rate * seconds), rate))
     with serving([*common, *arguments]) as server:
-        _measure(server, "warm-up", 4, 8, None)
+        _ask_all(server, 4, 8)
         alone = percentiles([1e3 * _one_token(server).first_token_s for _ in range(50)])
         rows.append(_measure(server, f"{streams[-1]} flat out", streams[-1], FLAT_OUT_TOKENS, None))
     print(table(rows))
@@ -79,6 +79,12 @@ def _one_token(server: Serving) -> Sample:
     (sample,) = run_load(server.url, [Ask(0.0, {"prompt": PROMPT, "max_tokens": 1})])
     assert sample.error is None, sample.error
     return sample
+
+
+def _ask_all(server: Serving, num_streams: int, num_tokens: int) -> None:
+    """Some answers that nobody looks at: a warm-up."""
+    body = {"prompt": PROMPT, "max_tokens": num_tokens, "ignore_eos": True}
+    run_load(server.url, [Ask(0.0, body)] * num_streams)
 
 
 def _measure(server: Serving, label: str, num_streams: int, num_tokens: int, rate: float | None) -> dict[str, Any]:
