@@ -28,6 +28,7 @@ from torch import Tensor
 
 from minisgl.engine.request_table import PackedStep, RequestTable, StepBuffers, pack_step, sampled_rows
 from minisgl.forward import AttentionBackend, ForwardBatch
+from minisgl.kernels.compile_once import compile_once
 from minisgl.scheduler.plan import SchedulerOutput, empty_plan
 from minisgl.utils import Int32Array
 
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 # New pages that a decode step may bring, a request: one is usual, more come when the prefix cache's replace its own.
 PAGES_PER_REQUEST = 4
-TOKEN_BUCKETS = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+TOKEN_BUCKETS = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
 
 
 def decode_buckets(most: int) -> list[int]:
@@ -227,7 +228,7 @@ class GraphCapture:
                 work()
 
         sizes = decode_buckets(max_requests)
-        with ThreadPoolExecutor() as pool:
+        with compile_once(), ThreadPoolExecutor() as pool:
             work = [partial(self._step_of_tokens, max_tokens), *(partial(self._step_of_decodes, n) for n in sizes)]
             done = [pool.submit(run, w) for w in work]
         for future in done:
@@ -237,10 +238,10 @@ class GraphCapture:
 
     @torch.no_grad()
     def worthwhile_token_buckets(self, max_tokens: int) -> tuple[int, ...]:
-        """Those of `TOKEN_BUCKETS` up to ``max_tokens`` that the host takes longer to launch than the device to
-        compute. Above them a graph gains nothing, and padding costs."""
-        sizes = [n for n in TOKEN_BUCKETS if n <= max_tokens]
-        return tuple(itertools.takewhile(self._host_is_slower, sizes))
+        """Those of `TOKEN_BUCKETS` up to ``max_tokens``, and this itself, that keep the host busy for long. Above them
+        a graph gains nothing, and padding costs."""
+        sizes = [*(n for n in TOKEN_BUCKETS if n < max_tokens), max_tokens]
+        return tuple(itertools.takewhile(self._host_is_slow, sizes))
 
     @torch.no_grad()
     def decode(self, num_requests: int) -> DecodeGraph:
@@ -318,8 +319,9 @@ class GraphCapture:
         table.send(step, into=buffers.packed)
         return buffers, table.batch(step, buffers)
 
-    def _host_is_slower(self, num_tokens: int) -> bool:
-        """Whether the host takes longer to launch a step of so many tokens than the device to compute it."""
+    def _host_is_slow(self, num_tokens: int) -> bool:
+        """Whether the host takes more than half as long to launch a step of so many tokens as the device to compute it.
+        Attention is not in it, and plans, packs and results are to be seen to in the same time."""
         _, batch = self._tokens(num_tokens)
         for _ in range(2):  # the first time is slower
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -331,7 +333,7 @@ class GraphCapture:
             host_s = time.perf_counter() - started
             end.record()
             torch.cuda.synchronize()
-        return host_s > begin.elapsed_time(end) / 1e3
+        return host_s > 0.5 * begin.elapsed_time(end) / 1e3
 
     def _has_room(self, reserve_bytes: int, what: str) -> bool:
         free = torch.cuda.mem_get_info(self.runner.table.device)[0]
