@@ -59,7 +59,7 @@ TYPES |= dict.fromkeys("packed seq_lens_by_row page_table_by_row".split(), "*i32
 TYPES |= dict.fromkeys("slot_mapping seeds positions best_ids last_tokens last_tokens_by_row".split(), "*i64")
 TYPES |= dict.fromkeys("input_ids words".split(), "*i64")
 
-def check(kernel, **constants):
+def check(kernel, *, next_waits=False, **constants):
     if "PDL" in kernel.arg_names:
         constants["PDL"] = True
     signature = {n: "constexpr" if n in constants else TYPES.get(n, "i32") for n in kernel.arg_names}
@@ -68,7 +68,8 @@ def check(kernel, **constants):
     ptx = compiled.asm["ptx"]
     if "PDL" in constants:  # no program ends, and nothing is stored, before the wait
         before = ptx[: ptx.index("griddepcontrol.wait")]
-        assert "griddepcontrol.launch_dependents" in before and "st.global" not in before and "ret;" not in before
+        assert "st.global" not in before and "ret;" not in before
+        assert next_waits != ("griddepcontrol.launch_dependents" in ptx)
     return ptx
 """
 

@@ -64,10 +64,8 @@ ALTERED: dict[str, dict[str, str]] = {
     "page not in the record": {
         _FIRST_PAGES: "pages = _find_pages(page_row, start, places, stop, PAGE_SIZE, BLOCK_K)\n"
     },
-    "no dependent launch": {
-        "options.num_warps), **pdl_options(q.device)":
-        "options.num_warps), **pdl_options(q.device, False)"
-    },
+    "no dependent launch": {"launch = pdl_options(q.device, True)": "launch = pdl_options(q.device, False)"},
+    "nothing in L2 ahead": {"can_prefetch = launch": "can_prefetch = False and launch"},
 }  # fmt: skip
 
 

@@ -20,7 +20,8 @@ two blocks or so; where whole items share the work about as well, each program t
 
 All of this follows from the lengths, on the device: the host plans nothing, and a graph stays right while its requests
 grow. `lay_out` does it once for all layers of a step. It leaves each program a record of all that it has to know before
-it can ask for its first K and V: in a small batch the time is that of a few reads one after the other.
+it can ask for its first K and V: in a small batch the time is that of a few reads one after the other. Programs that
+are there while their layer's queries are still computed bring their first blocks into L2.
 
 Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao, "FlashAttention-2", 2023 (a
 program owns a block of queries; one division, at the end); Dao, Haziza, Massa, Sizov, "Flash-Decoding for long-context
@@ -38,7 +39,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.kernels.triton_launch import let_next_begin, pdl_options, wait_for_previous
+from minisgl.kernels.triton_launch import let_next_begin, pdl_options, prefetch, wait_for_previous
 
 _RECORD = 16  # int32 of a program in a plan, see `_plan_kernel`
 _MIN_ROWS = 16  # the least number of rows that `tl.dot` takes
@@ -185,8 +186,8 @@ def _plan_kernel(
     NUM_SETS: tl.constexpr, BLOCK_K: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_R: tl.constexpr, BITS: tl.constexpr, BLOCK_P: tl.constexpr, RECORD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The record of each program of a decode step. One program."""
-    let_next_begin(PDL)
+    """The record of each program of a decode step. One program. It lets nobody begin before it ends: so in all layers
+    programs may read their records, and what the step was prepared with before, without waiting."""
     wait_for_previous(PDL)
     each = tl.arange(0, BLOCK_R)
     there = each < num_requests
@@ -275,12 +276,31 @@ def _place(program, first, num_programs):
 
 
 @triton.jit
+def _prefetch_kv(
+    kv, v_offset, page_row, head_set, start, stop,
+    NUM_KV_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    NUM_TOKENS: tl.constexpr,
+):  # fmt: skip
+    """K and V of ``NUM_TOKENS`` tokens from ``start`` on, at most to ``stop``, into L2. One of them may be new, and not
+    be written yet; it will be written to L2."""
+    each = tl.arange(0, 2 * NUM_TOKENS)
+    token = start + each // 2
+    there = token < stop
+    page = tl.load(page_row + token // PAGE_SIZE, mask=there, other=0)
+    slot = page.to(tl.int64) * PAGE_SIZE + token % PAGE_SIZE
+    WIDTH: tl.constexpr = HEADS * HEAD_DIM
+    address = kv + slot * (NUM_KV_HEADS * HEAD_DIM) + head_set * WIDTH + each % 2 * v_offset
+    prefetch(address, there.to(tl.int32) * (WIDTH * (kv.dtype.element_ty.primitive_bitwidth // 8)))
+
+
+@triton.jit
 def _decode_kernel(
     q, kv, out, pieces, counters, page_table, seq_lens, plan, scale,
     q_stride, out_stride, v_offset, table_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr, RECORD: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr, RECORD: tl.constexpr, AHEAD: tl.constexpr, WIDEN: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Each program walks over its stretch of the line, item by item."""
     let_next_begin(PDL)
@@ -297,11 +317,18 @@ def _decode_kernel(
     q_offsets = rows[:, None] * HEAD_DIM + dims[None, :]
     q_mask = (rows < SIZE)[:, None] & (dims < HEAD_DIM)[None, :]
 
-    wait_for_previous(PDL)
     record = plan + program * RECORD
     item, start, length, page = tl.load(record), tl.load(record + 1), tl.load(record + 2), tl.load(record + 3)
     last_item, last_stop = tl.load(record + 4), tl.load(record + 5)
     first_of_first, last_of_first, last_of_last = tl.load(record + 6), tl.load(record + 7), tl.load(record + 8)
+    if AHEAD > 0:
+        stop = tl.where(item == last_item, tl.minimum(length, last_stop), length)
+        page_row = page_table + (item // NUM_SETS).to(tl.int64) * table_stride
+        _prefetch_kv(
+            kv, v_offset, page_row, item % NUM_SETS, start, tl.where(item <= last_item, stop, 0),
+            NUM_KV_HEADS, HEADS, HEAD_DIM, PAGE_SIZE, AHEAD * BLOCK_K,
+        )  # fmt: skip
+    wait_for_previous(PDL)
 
     while item <= last_item:
         request, head_set = item // NUM_SETS, item % NUM_SETS
@@ -435,6 +462,7 @@ class DecodeOptions:
         num_stages: see `prefill_attention`.
         each: programs that run on a multiprocessor at once.
         patience: blocks. So much more may the busiest multiprocessor read, if then no item is cut.
+        ahead: blocks that a program brings into L2 before it waits, a power of 2 or 0. Where the device can.
     """
 
     heads: int
@@ -443,6 +471,7 @@ class DecodeOptions:
     num_stages: int = 3
     each: int = 2
     patience: int = 2
+    ahead: int = 4
 
     @property
     def block_k(self) -> int:
@@ -521,6 +550,8 @@ def decode_attention(
     group, block_d = q.shape[1] // num_kv_heads, _block_d(head_dim)
     size = options.heads * group
     block_s = triton.next_power_of_2(size)
+    launch = pdl_options(q.device, True)
+    can_prefetch = launch["PDL"] and options.heads * head_dim * kv.element_size() % 16 == 0
     # Two pieces for each program: their values, then their weights.
     pieces = torch.empty(2 * num_programs * size * (head_dim + 1), dtype=torch.float32, device=q.device)
     _decode_kernel[num_programs,](
@@ -529,8 +560,9 @@ def decode_attention(
         NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, PAGE_SIZE=page_size,
         HEADS=options.heads, BLOCK_M=max(_MIN_ROWS, block_s), BLOCK_K=options.block_k, BLOCK_D=block_d,
         BLOCK_S=block_s, BLOCK_P=min(16, max(1, options.num_warps * 2048 // (block_s * block_d))),  # 64 registers
-        RECORD=_RECORD, WIDEN=_widen(q.dtype), num_warps=options.num_warps, num_stages=options.num_stages,
-        maxnreg=_registers(options.each, options.num_warps), **pdl_options(q.device),
+        RECORD=_RECORD, AHEAD=options.ahead if can_prefetch else 0, WIDEN=_widen(q.dtype),
+        num_warps=options.num_warps, num_stages=options.num_stages,
+        maxnreg=_registers(options.each, options.num_warps), **launch,
     )  # fmt: skip
 
 

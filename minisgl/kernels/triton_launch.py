@@ -6,7 +6,8 @@ come to the multiprocessors as soon as those of this one have all begun; there t
 writes (weights), then wait. Three rules make that safe:
 
 - Before `wait_for_previous` a program touches nothing that a kernel of the step writes or reads later: no activations,
-  no tables, no outputs.
+  no outputs. What the step is prepared with (lengths, page table, plan of the decodes) is there for all layers, since
+  the kernel that makes the last of it, the plan, does not let the next one begin.
 - *Every* program of *every* kernel waits, also one that has nothing to do. It waits until the kernel just before has
   ended with all that it wrote; what lies further back has ended only because that one had waited in its turn.
 - A kernel that knows nothing of this (cuBLAS, a copy) may stand between: it begins when the one before has ended, and
@@ -54,9 +55,9 @@ def wait_for_previous(PDL: tl.constexpr):
 
 @triton.jit
 def prefetch(addresses, num_bytes):
-    """Into the L2 cache: ``num_bytes`` at each address, multiples of 16 both; once if there are as many as threads. For
-    devices that have dependent launches: they have the instruction."""
+    """Into the L2 cache: at each address so many bytes, multiples of 16 both; 0: nothing. Once if there are as many
+    addresses as threads. For devices that have dependent launches: they have the instruction."""
     tl.inline_asm_elementwise(
-        "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+        "{ .reg .pred p; setp.ne.u32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
         "=r,l,r", [addresses, num_bytes], dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
