@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -24,8 +25,7 @@ def compile_once() -> Iterator[None]:
     if find_spec("triton") is None:
         yield
         return
-    from triton import knobs
-
+    runtime = import_module("triton.knobs").runtime
     lock, under_way = threading.Lock(), dict[str, threading.Event]()
 
     def name(fn: Any, key: Any) -> str:
@@ -43,9 +43,9 @@ def compile_once() -> Iterator[None]:
         under_way[name(fn, key)].set()
         return False
 
-    hooks = knobs.runtime.jit_cache_hook, knobs.runtime.jit_post_compile_hook
-    knobs.runtime.jit_cache_hook, knobs.runtime.jit_post_compile_hook = before, after
+    hooks = runtime.jit_cache_hook, runtime.jit_post_compile_hook
+    runtime.jit_cache_hook, runtime.jit_post_compile_hook = before, after
     try:
         yield
     finally:
-        knobs.runtime.jit_cache_hook, knobs.runtime.jit_post_compile_hook = hooks
+        runtime.jit_cache_hook, runtime.jit_post_compile_hook = hooks
