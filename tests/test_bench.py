@@ -279,13 +279,14 @@ def test_all_targets_in_one_table(
         StartUp(None, must=2, goal=1),
         Target("easy", None, SMALL, must=1, goal=2, repeats=1),
         Target("hard", None, SMALL, must=1e12, goal=2e12, count="input", repeats=1),
+        Target("hard for this machine", None, SMALL, must=1e12, goal=2e12, roofline=1e30, repeats=1),
         Target("not here", "no-such-shape", SMALL, must=1, goal=1),
     ]
     path = tmp_path / "all.json"
     with pytest.raises(RuntimeError, match="no-such-shape"):
         bench_all(options, targets=rows, output=str(path))
     report = json.loads(path.read_text())
-    assert [row["reached"] for row in report["rows"]] == ["NO", "yes", "NO"] and len(report["failed"]) == 1
+    assert [row["reached"] for row in report["rows"]] == ["NO", "yes", "NO", "by share"] and len(report["failed"]) == 1
     assert report["rows"][2]["row"] == "hard, input tok/s" and report["rows"][0]["measured"] == 3.0
     detail = report["details"][options["model"]]
     assert detail["easy"]["share %"] == report["rows"][1]["share %"] and len(detail["easy"]["runs"]) == 1
