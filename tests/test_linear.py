@@ -36,7 +36,7 @@ if triton.knobs.runtime.interpret and version(triton.__version__) < (3, 7) and v
 from minisgl.benchmark import gemm  # noqa: E402
 from minisgl.benchmark.ceilings import Ceilings  # noqa: E402
 from minisgl.benchmark.timing import Timing  # noqa: E402
-from minisgl.kernels import activation, linear, norm  # noqa: E402
+from minisgl.kernels import activation, linear, norm, triton_elementwise  # noqa: E402
 from minisgl.kernels.triton_linear import (  # noqa: E402
     BUCKETS,
     CUBLAS,
@@ -107,12 +107,9 @@ class Product:
         if "norm" in self.kind:
             return functions.norm_linear(self.x, self.norm_weight, EPS, self.weight, self.bias)
         if "add" in self.kind:
-            return self.into(functions.linear_add(self.x, self.weight, self.residual, self.bias))
+            assert functions.linear_add(self.x, self.weight, self.residual, self.bias) is None
+            return self.residual
         return functions.linear(self.x, self.weight, self.bias)
-
-    def into(self, result: Tensor) -> Tensor:
-        assert result is self.residual
-        return result
 
     def by_kernel(self, path: LinearPath) -> Tensor:
         add = "add" in self.kind
@@ -225,6 +222,78 @@ def test_programs_that_share_k(kind: str, m: int, k: int) -> None:
     product.check(product.by(SkinnyLinear({(45, k): dict.fromkeys(BUCKETS, DOT_PARTS)})), exact)
 
 
+def a_norm_of(residual: Tensor) -> tuple[Tensor, float]:
+    return randn(residual.shape[1], seed=6, dtype=residual.dtype) + 1, EPS
+
+
+@pytest.mark.parametrize("dtype", CLOSE)
+@pytest.mark.parametrize("kind", ["linear", "add and bias"])
+@pytest.mark.parametrize("m", [1, 8, 16, 33, 64])
+def test_the_sum_of_parts_takes_the_next_norm_along(
+    monkeypatch: pytest.MonkeyPatch, m: int, kind: str, dtype: torch.dtype
+) -> None:
+    """It writes the same sum as without, and of what it has written, rounded, what the norm's own kernel would make."""
+    poison(monkeypatch)
+    for parts, n in ((2, 300), (4, 45), (8, 45)):
+        path = replace(DOT_PARTS, parts=parts)
+        product, alone = (Product(kind, m, n, 128, dtype) for _ in range(2))
+        weight, eps = a_norm_of(product.residual)
+        exact, normed = product.exact(), torch.empty(product.residual.shape, dtype=dtype, device=DEVICE)
+        add = "add" in kind
+        out = product.residual if add else torch.full_like(product.residual, NAN)
+        skinny(path, product.x, product.weight, out, bias=product.bias, add=add, then=(weight, eps, normed))
+        product.check(out, exact)
+        assert torch.equal(out, alone.by_kernel(path))
+        seen = out.double()
+        seen = seen * (seen.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
+        product.check(normed, seen)
+        product.check(normed, norm.rms_norm(out, weight, eps).double())
+        if DEVICE == "cpu":  # on a device sums may come in another order
+            assert torch.equal(normed, triton_elementwise.rms_norm(out, weight, eps))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("m", [0, 1, 20, 64, 65])
+def test_a_layer_hands_the_norm_on_where_it_costs_nothing(
+    monkeypatch: pytest.MonkeyPatch, m: int, dtype: torch.dtype
+) -> None:
+    """The paths without parts leave it to the reader, which takes what it is given, and does not norm it again."""
+    poison(monkeypatch)
+    n, k = 45, 96
+    for path, handed_on in ((DOT_PARTS, 0 < m <= 64), (DOT, False), (CUBLAS, False)):
+        functions = SkinnyLinear({(n, k): dict.fromkeys(BUCKETS, path)})
+        product, twin = (Product("add and bias", m, n, k, dtype) for _ in range(2))
+        norm_ = a_norm_of(product.residual)
+        normed = functions.linear_add(product.x, product.weight, product.residual, product.bias, norm_)
+        expected = linear.linear_add(twin.x, twin.weight, twin.residual, twin.bias, norm_)
+        assert expected is not None and torch.equal(expected, norm.rms_norm(twin.residual, *norm_))
+        assert (normed is not None) == handed_on
+        if m:
+            product.check(product.residual, twin.residual.double())
+        if normed is not None:
+            product.check(normed, expected.double())
+
+
+@pytest.mark.parametrize("kind", ["norm", "norm and bias", "norm and silu", "norm and silu and bias"])
+@pytest.mark.parametrize("m", [1, 20, 65])
+def test_a_norm_that_was_made_already_is_not_made_again(m: int, kind: str) -> None:
+    """What it would be made of is NaN."""
+    n, k, dtype = 48, 96, torch.bfloat16
+    unfused = LinearPath("dot", block_n=16, block_k=16, split=2, num_warps=2, fused=False)
+    shapes = [(rows, k) for rows in (n, 2 * n)]
+    for functions in (
+        linear,
+        SkinnyLinear(native=False),
+        SkinnyLinear({shape: dict.fromkeys(BUCKETS, unfused) for shape in shapes}),
+        SkinnyLinear({shape: dict.fromkeys(BUCKETS, DOT) for shape in shapes}),
+    ):
+        product = Product(kind, m, n, k, dtype)
+        exact, normed = product.exact(), norm.rms_norm(product.x, product.norm_weight, EPS)
+        function = functions.norm_linear_silu if "silu" in kind else functions.norm_linear
+        x = torch.full_like(product.x, NAN)
+        product.check(function(x, product.norm_weight, EPS, product.weight, product.bias, normed), exact)
+
+
 def test_a_norm_of_float16_does_not_overflow() -> None:
     """1e4 times a weight of 100 has no place in float16, though the norm of it has."""
     product = Product("norm", 5, 32, 64, torch.float16)
@@ -331,12 +400,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from minisgl.kernels import triton_linear
 
-POINTERS = ("x", "norm_weight", "weight", "bias", "out")
+POINTERS = ("x", "norm_weight", "weight", "bias", "out", "normed", "parts")
 
 def check(kernel, warps, kind, **constants):
     constants |= {name: name in kind for name in ("NORM", "SILU", "BIAS", "ADD")}
     constants |= {"PDL": True, "THREADS": 32 * warps}
-    types = dict.fromkeys(POINTERS, "*bf16") | {"eps": "fp32"} | dict.fromkeys(constants, "constexpr")
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    types = dict.fromkeys(POINTERS, "*bf16") | {"parts": "*fp32", "eps": "fp32"} | dict.fromkeys(constants, "constexpr")
     signature = {name: types.get(name, "i32") for name in kernel.arg_names}
     even = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if n in POINTERS or "stride" in n}
     source = ASTSource(kernel, signature, constants, even)
@@ -373,6 +443,14 @@ assert around_the_wait(ptx)[0].count("L1::evict_first") == 8
 whole = dict(BLOCK_K=128, SPLIT=1, PARTS=1, DEPTH=3, WIDEN=False, N=6144, K=4096, AHEAD=256)
 assert "wgmma" in check(triton_linear._dot_kernel, 4, ["NORM"], BLOCK_M=64, BLOCK_N=64, SWAP=True, **whole)
 assert "wgmma" in check(triton_linear._dot_kernel, 4, ["NORM"], BLOCK_M=64, BLOCK_N=32, SWAP=False, **whole)
+reduce = triton_linear._splitk_reduce_kernel
+for n, parts, block, warps in ((1024, 4, 1024, 8), (4096, 2, 4096, 16), (5120, 2, 8192, 16)):
+    ptx = check(reduce, warps, ["NORM", "ADD", "BIAS"], N=n, PARTS=parts, BLOCK=block)
+    before, behind = around_the_wait(ptx)
+    assert before.count("ld.global") >= 2 and "st.global" not in before and behind.count("st.global") >= 2, n
+    assert behind.count("ld.global.v4.b32") >= parts and ptx.count("bar.sync") == 1, n
+ptx = check(reduce, 2, ["ADD"], N=1024, PARTS=4, BLOCK=256)
+assert "ld.global" not in around_the_wait(ptx)[0] and "bar.sync" not in ptx
 print("compiled")
 """
 

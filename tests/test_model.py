@@ -10,8 +10,10 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +27,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from minisgl.config import ModelConfig
 from minisgl.engine.attention.torch_backend import TorchAttention
+from minisgl.kernels.kernel_set import PLAIN
+from minisgl.kernels.norm import rms_norm
 from minisgl.model import CausalLM, TensorParallel, load_model
 from minisgl.model.rotary import RotaryEmbedding
 
@@ -125,6 +129,34 @@ def test_logits_equal_transformers(tmp_path: Path, name: str) -> None:
     config_class, changes = CHECKPOINTS[name]
     reference = save_tiny(tmp_path, config_class, **changes)
     assert_same_logits(load(tmp_path), reference)
+
+
+@pytest.mark.parametrize("handed_on", [True, False])
+def test_the_next_norm_is_handed_on(tmp_path: Path, handed_on: bool) -> None:
+    """What a product makes for the next reader is what that one's own norm gives; and without it all is the same."""
+    layers, seen = 3, []
+
+    def linear_add(*args: Any) -> Tensor | None:
+        normed = PLAIN.linear_add(*args)
+        return normed if handed_on else None
+
+    def noted(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def call(x: Tensor, norm_weight: Tensor, eps: float, *rest: Any) -> Tensor:
+            normed = rest[-1]
+            assert normed is None or torch.equal(normed, rms_norm(x, norm_weight, eps))
+            seen.append(normed is not None)
+            return function(x, norm_weight, eps, *rest)
+
+        return call
+
+    kernels = replace(
+        PLAIN, linear_add=linear_add, norm_linear=noted(PLAIN.norm_linear),
+        norm_linear_silu=noted(PLAIN.norm_linear_silu),
+    )  # fmt: skip
+    reference = save_tiny(tmp_path, num_hidden_layers=layers)
+    assert_same_logits(load(tmp_path, kernels=kernels), reference, sizes=(100,))
+    # Into a layer go two of them; the embedding has made no norm, and the head makes its own.
+    assert seen == [False, *[handed_on] * (2 * layers - 1), False]
 
 
 def test_chunks_of_uneven_size_beside_each_other(tmp_path: Path) -> None:

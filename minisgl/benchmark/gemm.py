@@ -2,6 +2,7 @@
 
 Chapter 4 shows its table. Each product is timed as the model calls it, with the norm, activation or addition that
 belongs to it, and with cold weights: as many copies as together are several times the cache take turns in a CUDA graph.
+Only a norm that one product makes for the next is left to the chain of all layers, which hands it on as the model does.
 What wins for a number of tokens goes into the table that `minisgl.kernels.triton_linear` chooses by.
 """
 
@@ -312,12 +313,15 @@ def _chain(
     norm_weight = torch.ones(hidden, device=device, dtype=dtype)
     stream = torch.randn((num_tokens, hidden), device=device, dtype=torch.float32).to(dtype)
 
+    norm = (norm_weight, _EPS)
+
     def chain(functions: SkinnyLinear) -> None:
+        normed = None
         for weights in layers:
-            qkv = functions.norm_linear(stream, norm_weight, _EPS, weights["qkv"])
-            functions.linear_add(qkv[:, :q_size], weights["o"], stream)
-            h = functions.norm_linear_silu(stream, norm_weight, _EPS, weights["gate_up"])
-            functions.linear_add(h, weights["down"], stream)
+            qkv = functions.norm_linear(stream, *norm, weights["qkv"], None, normed)
+            normed = functions.linear_add(qkv[:, :q_size], weights["o"], stream, None, norm)
+            h = functions.norm_linear_silu(stream, *norm, weights["gate_up"], None, normed)
+            normed = functions.linear_add(h, weights["down"], stream, None, None if weights is layers[-1] else norm)
 
     run_s = 0.02 if device.type == "cuda" else 0.0
     us = {

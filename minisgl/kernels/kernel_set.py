@@ -31,9 +31,9 @@ class Kernels:
     """
 
     name: str
-    norm_linear: Callable[[Tensor, Tensor, float, Tensor, Tensor | None], Tensor]
-    norm_linear_silu: Callable[[Tensor, Tensor, float, Tensor, Tensor | None], Tensor]
-    linear_add: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+    norm_linear: Callable[[Tensor, Tensor, float, Tensor, Tensor | None, Tensor | None], Tensor]
+    norm_linear_silu: Callable[[Tensor, Tensor, float, Tensor, Tensor | None, Tensor | None], Tensor]
+    linear_add: Callable[[Tensor, Tensor, Tensor, Tensor | None, tuple[Tensor, float] | None], Tensor | None]
     norm_rotary_store: Callable[..., Tensor]
     copy_pages: Callable[[Tensor, Tensor], None]
     prepare_step: Callable[..., None]

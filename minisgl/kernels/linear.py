@@ -34,7 +34,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | 
     return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
 
 
-def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def norm_linear(
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    normed: Tensor | None = None,
+) -> Tensor:
     """``rms_norm(x) W^T + b``: what reads the residual stream.
 
     Args:
@@ -42,14 +49,22 @@ def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias
         norm_weight: ``[K]``.
         weight: ``[N, K]``.
         bias: ``[N]``.
+        normed: ``[M, K]``, ``rms_norm(x)``, if somebody has made it already; see `linear_add`.
 
     Returns:
         ``[M, N]``.
     """
-    return F.linear(rms_norm(x, norm_weight, eps), weight, bias)
+    return F.linear(rms_norm(x, norm_weight, eps) if normed is None else normed, weight, bias)
 
 
-def norm_linear_silu(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def norm_linear_silu(
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    normed: Tensor | None = None,
+) -> Tensor:
     """``silu_and_mul(rms_norm(x) W^T + b)``: the first half of a gated feed-forward block.
 
     Args:
@@ -57,14 +72,21 @@ def norm_linear_silu(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor,
         norm_weight: ``[K]``.
         weight: ``[2 * F, K]``, gate first.
         bias: ``[2 * F]``.
+        normed: ``[M, K]``, ``rms_norm(x)``, if somebody has made it already; see `linear_add`.
 
     Returns:
         ``[M, F]``.
     """
-    return silu_and_mul(norm_linear(x, norm_weight, eps, weight, bias))
+    return silu_and_mul(norm_linear(x, norm_weight, eps, weight, bias, normed))
 
 
-def linear_add(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear_add(
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor,
+    bias: Tensor | None = None,
+    norm: tuple[Tensor, float] | None = None,
+) -> Tensor | None:
     """``residual += x W^T + b``, in place: what adds to the residual stream.
 
     Args:
@@ -72,8 +94,11 @@ def linear_add(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None 
         weight: ``[N, K]``.
         residual: ``[M, N]``, written in place; shares no memory with ``x``.
         bias: ``[N]``.
+        norm: ``[N]`` weight and epsilon of the norm that the stream is read through next.
 
     Returns:
-        ``residual``.
+        ``rms_norm(residual)``, ``[M, N]``, for whoever reads next. A twin returns it where it costs no launch of its
+        own, else None, as it is without ``norm``.
     """
-    return residual.add_(F.linear(x, weight, bias))
+    residual.add_(F.linear(x, weight, bias))
+    return None if norm is None else rms_norm(residual, *norm)

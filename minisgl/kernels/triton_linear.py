@@ -15,13 +15,14 @@ Which is the fastest for a shape and a number of tokens, if not cuBLAS, is measu
 in ``linear_table.json``. Twins: `minisgl.kernels.linear`.
 
 The activation stands behind the product of gate and up: a program takes rows of both, so half as much leaves it.
+Where parts are summed by a second kernel, that one sees whole tokens: it can take the stream's next norm along.
 
 Rounding: sums are float32, and the result is rounded to the tensors' dtype once, activation and residual included (the
 twin rounds each step). The norm is not taken before the product but behind it: ``rsqrt(mean(x^2) + eps)`` is one number
 a token, so the loop over K can multiply ``x * norm_weight`` with W and collect the squares by the way. The twin rounds
 the normalised value to the dtype, then its product with the norm's weight; here ``gemv`` rounds neither and ``dot``
 rounds ``x * norm_weight``. In float16 that product may be out of range where the twin's is not, so there the norm stays
-a kernel of its own. Owns nothing.
+a kernel of its own. The norm behind a sum of parts rounds as the twin does. Owns nothing.
 """
 
 from __future__ import annotations
@@ -290,22 +291,31 @@ def _dot_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _splitk_reduce_kernel(
-    parts, bias, out, num_tokens, out_stride,
-    N: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    parts, bias, out, norm_weight, normed, eps, num_tokens, out_stride,
+    N: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program for each token and ``BLOCK`` outputs; the parts are added in their order, so always the same."""
+    """A program for each token and ``BLOCK`` outputs, all with ``NORM``: what it has written, it also writes normalised
+    to ``normed``. The parts are added in their order, so always the same."""
     let_next_begin(PDL)
+    dtype: tl.constexpr = out.dtype.element_ty
     token, columns = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < N
     offset = tl.load(bias + columns, mask=mask, other=0.0).to(tl.float32) if BIAS else 0.0
+    factor = tl.load(norm_weight + columns, mask=mask, other=0.0).to(tl.float32) if NORM else 0.0
     wait_for_previous(PDL)
     target = out + token * out_stride + columns
     before = tl.load(target, mask=mask, other=0.0).to(tl.float32) if ADD else 0.0
     total = tl.zeros((BLOCK,), tl.float32)
     for part in tl.static_range(PARTS):
         total += tl.load(parts + (part * num_tokens + token) * N + columns, mask=mask, other=0.0)
-    tl.store(target, (total + offset + before).to(out.dtype.element_ty), mask=mask)
+    result = (total + offset + before).to(dtype)
+    tl.store(target, result, mask=mask)
+    if NORM:
+        value = result.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(value * value, axis=0) / N + eps)
+        value = (value * scale).to(dtype).to(tl.float32) * factor
+        tl.store(normed + token * N + columns, value.to(dtype), mask=mask)
 
 
 # -------------------------------------------------------------------------------------------------------- products
@@ -321,6 +331,7 @@ def skinny(
     silu: bool = False,
     bias: Tensor | None = None,
     add: bool = False,
+    then: tuple[Tensor, float, Tensor] | None = None,
     pdl: bool = True,
 ) -> Tensor:
     """One of this module's kernels: ``out (+)= g(f(x) W^T + b)`` with f the norm and g the activation, or nothing.
@@ -334,6 +345,8 @@ def skinny(
         silu: the product is gate and up, of which ``silu(gate) * up`` is wanted.
         bias: ``[N]``, with ``silu`` ``[2 * N]``.
         add: add to ``out`` instead of overwriting it.
+        then: of a norm behind it all, ``[N]`` weight and epsilon, and ``[M, N]``, contiguous, where to write what comes
+            of ``out`` through it; only for a path with parts.
         pdl: launch it as `minisgl.kernels.triton_launch` says, where the device can.
 
     Returns:
@@ -344,6 +357,8 @@ def skinny(
     assert 0 < num_tokens <= MAX_TOKENS and out.shape == (num_tokens, n) and width == k and num_rows % (1 + silu) == 0
     assert x.stride(1) == out.stride(1) == 1 and weight.is_contiguous() and x.dtype == weight.dtype == out.dtype
     assert path.parts == 1 or (path.kind == "dot" and norm is None and not silu and k % path.parts == 0)
+    assert then is None or (path.parts > 1 and then[0].is_contiguous() and then[2].is_contiguous())
+    assert then is None or (then[0].shape == (n,) and then[2].shape == out.shape and then[2].dtype == out.dtype)
     norm_weight, eps = (x, 0.0) if norm is None else norm
     launch, block_n, own_k = pdl_options(x.device, pdl), max(path.block_n, 1 + silu), k // path.parts
     whole = path.block_k * path.split >= own_k
@@ -372,9 +387,13 @@ def skinny(
             PARTS=path.parts, SWAP=swap, WIDEN=_INTERPRETED and x.dtype == torch.bfloat16, **launch,
         )  # fmt: skip
     if path.parts > 1:
-        _splitk_reduce_kernel[num_tokens, triton.cdiv(n, 256)](
-            target, offset, out, num_tokens, out.stride(0),
-            N=n, PARTS=path.parts, BIAS=bias is not None, ADD=add, BLOCK=256, num_warps=2, **launch,
+        # With a norm as many threads to a token as take 4 numbers each, of every part: all are under way at once.
+        block = 256 if then is None else triton.next_power_of_2(n)
+        next_weight, next_eps, normed = (x, 0.0, out) if then is None else then
+        _splitk_reduce_kernel[num_tokens, triton.cdiv(n, block)](
+            target, offset, out, next_weight, normed, next_eps, num_tokens, out.stride(0),
+            N=n, PARTS=path.parts, BIAS=bias is not None, ADD=add, NORM=then is not None, BLOCK=block,
+            num_warps=min(max(block // 128, 1), 16), **launch,
         )  # fmt: skip
     return out
 
@@ -450,34 +469,62 @@ class SkinnyLinear:
         return skinny(path, x, weight, _new(x, weight) if out is None else out, bias=bias, pdl=self.pdl)
 
     def norm_linear(
-        self, x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
+        self,
+        x: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        normed: Tensor | None = None,
     ) -> Tensor:
         """`minisgl.kernels.linear.norm_linear`."""
         path = self.path(x.shape[0], weight)
-        if path.fused and x.dtype != torch.float16:
+        if normed is None and path.fused and x.dtype != torch.float16:
             return skinny(path, x, weight, _new(x, weight), norm=(norm_weight, eps), bias=bias, pdl=self.pdl)
-        return self.linear(rms_norm(x, norm_weight, eps, pdl=self.pdl), weight, bias)
+        normed = rms_norm(x, norm_weight, eps, pdl=self.pdl) if normed is None else normed
+        return self.linear(normed, weight, bias)
 
     def norm_linear_silu(
-        self, x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
+        self,
+        x: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        normed: Tensor | None = None,
     ) -> Tensor:
         """`minisgl.kernels.linear.norm_linear_silu`."""
         path = self.path(x.shape[0], weight)
         if path.kind == "cublas":
-            return silu_and_mul(self.norm_linear(x, norm_weight, eps, weight, bias), pdl=self.pdl)
-        norm = (norm_weight, eps) if path.fused and x.dtype != torch.float16 else None
-        x = rms_norm(x, norm_weight, eps, pdl=self.pdl) if norm is None else x
+            return silu_and_mul(self.norm_linear(x, norm_weight, eps, weight, bias, normed), pdl=self.pdl)
         out = torch.empty((x.shape[0], weight.shape[0] // 2), dtype=x.dtype, device=x.device)
-        return skinny(path, x, weight, out, norm=norm, silu=True, bias=bias, pdl=self.pdl)
+        if normed is None and path.fused and x.dtype != torch.float16:
+            return skinny(path, x, weight, out, norm=(norm_weight, eps), silu=True, bias=bias, pdl=self.pdl)
+        normed = rms_norm(x, norm_weight, eps, pdl=self.pdl) if normed is None else normed
+        return skinny(path, normed, weight, out, silu=True, bias=bias, pdl=self.pdl)
 
-    def linear_add(self, x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None) -> Tensor:
-        """`minisgl.kernels.linear.linear_add`."""
+    def linear_add(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        residual: Tensor,
+        bias: Tensor | None = None,
+        norm: tuple[Tensor, float] | None = None,
+    ) -> Tensor | None:
+        """`minisgl.kernels.linear.linear_add`. The norm is part of the sum of a path's parts, if it has some."""
         path = self.path(x.shape[0], weight)
-        if path.kind != "cublas":
-            return skinny(path, x, weight, residual, bias=bias, add=True, pdl=self.pdl)
-        if bias is None:
-            return residual.addmm_(x, weight.t())
-        return residual.add_(F.linear(x, weight, bias))
+        if path.kind == "cublas":
+            if bias is None:
+                residual.addmm_(x, weight.t())
+            else:
+                residual.add_(F.linear(x, weight, bias))
+            return None
+        if norm is None or path.parts == 1:
+            skinny(path, x, weight, residual, bias=bias, add=True, pdl=self.pdl)
+            return None
+        normed = _new(x, weight)
+        skinny(path, x, weight, residual, bias=bias, add=True, then=(*norm, normed), pdl=self.pdl)
+        return normed
 
 
 def _new(x: Tensor, weight: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from minisgl.config import ModelConfig
 from minisgl.forward import AttentionBackend, ForwardBatch
 from minisgl.kernels.kernel_set import Kernels
-from minisgl.model.layers import Attention, GatedMLP, LMHead, RMSNorm, VocabEmbedding
+from minisgl.model.layers import Attention, GatedMLP, LMHead, ResidualStream, RMSNorm, VocabEmbedding
 from minisgl.model.parallel import TensorParallel
 from minisgl.model.rotary import RotaryEmbedding
 
@@ -29,16 +29,17 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self,
-        stream_NE: Tensor,
+        stream: ResidualStream,
+        next_norm: RMSNorm | None,
         cos_NF: Tensor,
         sin_NF: Tensor,
         batch: ForwardBatch,
         kv: Tensor,
         backend: AttentionBackend,
     ) -> None:
-        """Changes the stream in place."""
-        self.self_attn(stream_NE, self.input_layernorm, cos_NF, sin_NF, batch, kv, backend)
-        self.mlp(stream_NE, self.post_attention_layernorm)
+        """Changes the stream in place; ``next_norm`` is the next layer's, None behind the last."""
+        self.self_attn(stream, self.input_layernorm, self.post_attention_layernorm, cos_NF, sin_NF, batch, kv, backend)
+        self.mlp(stream, self.post_attention_layernorm, next_norm)
 
 
 class Decoder(nn.Module):
@@ -56,10 +57,12 @@ class Decoder(nn.Module):
     def forward(self, batch: ForwardBatch, kv_layers: Sequence[Tensor], backend: AttentionBackend) -> Tensor:
         """The residual stream ``[N, E]`` behind the last layer."""
         cos_NF, sin_NF = self.rotary(batch.positions)
-        stream_NE = self.embed_tokens(batch.input_ids)
-        for layer, kv in zip(self.layers, kv_layers, strict=True):
-            layer(stream_NE, cos_NF, sin_NF, batch, kv, backend)
-        return stream_NE
+        stream = ResidualStream(self.embed_tokens(batch.input_ids))
+        # The head reads some rows only, so the last layer leaves the last norm to it.
+        next_norms = [*(layer.input_layernorm for layer in self.layers), None][1:]
+        for layer, next_norm, kv in zip(self.layers, next_norms, kv_layers, strict=True):
+            layer(stream, next_norm, cos_NF, sin_NF, batch, kv, backend)
+        return stream.x
 
 
 class CausalLM(nn.Module):

@@ -3,12 +3,14 @@
 Chapter 5 tells this module's story. A layer owns its share of the weights and nothing else; the step comes in as
 arguments, and what computes is a set of `Kernels` that it was given. What runs through a model is the residual stream
 ``[N, E]``: each block reads it through a norm and adds to it in place, so norm and addition can be part of the products
-beside them. Shape suffixes: N tokens of the step, S tokens that get logits, H heads, D head_dim, E hidden size.
+beside them. The norm may be part of the product before it, too: a block is told which one comes next. Shape suffixes:
+N tokens of the step, S tokens that get logits, H heads, D head_dim, E hidden size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +33,20 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = _parameter(size)
         self.eps = eps
+
+
+@dataclass(slots=True, eq=False)
+class ResidualStream:
+    """What runs through the layers, changed in place by each block.
+
+    Args:
+        x: ``[N, E]``.
+        normed: ``[N, E]``, what was added last, as the next reader sees it: ``x`` through that reader's norm. None: it
+            has to apply the norm itself.
+    """
+
+    x: Tensor
+    normed: Tensor | None = None
 
 
 class ColumnParallelLinear(nn.Module):
@@ -59,13 +75,13 @@ class ColumnParallelLinear(nn.Module):
             start += size
         self.shards = {"weight": weights, "bias": biases}
 
-    def forward(self, stream_NE: Tensor, norm: RMSNorm) -> Tensor:
+    def forward(self, stream: ResidualStream, norm: RMSNorm) -> Tensor:
         """The normalised residual stream ``[N, in_features]`` to ``[N, sum of this rank's shares]``."""
-        return self.kernels.norm_linear(stream_NE, norm.weight, norm.eps, self.weight, self.bias)
+        return self.kernels.norm_linear(stream.x, norm.weight, norm.eps, self.weight, self.bias, stream.normed)
 
-    def gated(self, stream_NE: Tensor, norm: RMSNorm) -> Tensor:
+    def gated(self, stream: ResidualStream, norm: RMSNorm) -> Tensor:
         """``silu(gate) * up`` of the two tensors that lie merged: to ``[N, this rank's share of one]``."""
-        return self.kernels.norm_linear_silu(stream_NE, norm.weight, norm.eps, self.weight, self.bias)
+        return self.kernels.norm_linear_silu(stream.x, norm.weight, norm.eps, self.weight, self.bias, stream.normed)
 
 
 class RowParallelLinear(nn.Module):
@@ -97,17 +113,19 @@ class RowParallelLinear(nn.Module):
         source = (slice(None), share)
         self.shards = {"weight": [Shard((out_features, in_features), source, slice(0, out_features))]}
 
-    def forward(self, x: Tensor, stream_NE: Tensor) -> None:
-        """``[N, share]`` is multiplied and added to ``[N, E]``, in place."""
+    def forward(self, x: Tensor, stream: ResidualStream, next_norm: RMSNorm | None) -> None:
+        """``[N, share]`` is multiplied and added to the stream, in place; ``next_norm`` is what reads it next."""
         if self.parallel.size == 1:
-            self.kernels.linear_add(x, self.weight, stream_NE, self.bias)
+            norm = None if next_norm is None else (next_norm.weight, next_norm.eps)
+            stream.normed = self.kernels.linear_add(x, self.weight, stream.x, self.bias, norm)
             return
         # The ranks' parts meet before they are added: the stream is the same on all.
-        part_NE = torch.zeros_like(stream_NE)
-        self.kernels.linear_add(x, self.weight, part_NE, None)
-        stream_NE.add_(self.parallel.all_reduce(part_NE))
+        part_NE = torch.zeros_like(stream.x)
+        self.kernels.linear_add(x, self.weight, part_NE, None, None)
+        stream.x.add_(self.parallel.all_reduce(part_NE))
         if self.bias is not None:
-            stream_NE.add_(self.bias)
+            stream.x.add_(self.bias)
+        stream.normed = None
 
 
 def _vocab_shards(vocab_size: int, hidden_size: int, share: slice) -> dict[str, list[Shard]]:
@@ -129,7 +147,7 @@ class VocabEmbedding(nn.Module):
     def forward(self, ids_N: Tensor) -> Tensor:
         """``[N]`` int64 to ``[N, E]``. Each rank looks up its own tokens; the sum puts them together."""
         if self.parallel.size == 1:
-            return F.embedding(ids_N, self.weight)
+            return self.weight[ids_N]  # 2 us for up to 16 rows on an H200, where `F.embedding` takes 12
         mine_N = (ids_N >= self.share.start) & (ids_N < self.share.stop)
         x_NE = F.embedding(torch.where(mine_N, ids_N - self.share.start, 0), self.weight)
         return self.parallel.all_reduce(x_NE * mine_N[:, None])
@@ -155,7 +173,7 @@ class LMHead(nn.Module):
     def forward(self, stream_SE: Tensor, norm: RMSNorm, embedding_VE: Tensor) -> Tensor:
         """The residual stream ``[S, E]`` to ``[S, vocab_size]``; padding is cut off behind the last rank's share."""
         weight_VE = embedding_VE if self.weight is None else self.weight
-        scores = self.kernels.norm_linear(stream_SE, norm.weight, norm.eps, weight_VE, None)
+        scores = self.kernels.norm_linear(stream_SE, norm.weight, norm.eps, weight_VE, None, None)
         return self.parallel.all_gather(scores)[:, : self.vocab_size]
 
 
@@ -199,8 +217,9 @@ class Attention(nn.Module):
 
     def forward(
         self,
-        stream_NE: Tensor,
+        stream: ResidualStream,
         norm: RMSNorm,
+        next_norm: RMSNorm,
         cos_NF: Tensor,
         sin_NF: Tensor,
         batch: ForwardBatch,
@@ -208,14 +227,14 @@ class Attention(nn.Module):
         backend: AttentionBackend,
     ) -> None:
         """Read the stream through ``norm``, write the step's keys and values into the layer's cache ``kv``, and add
-        what the queries find there to the stream."""
-        qkv = self.qkv_proj(stream_NE, norm)
+        what the queries find there to the stream, which is read through ``next_norm`` then."""
+        qkv = self.qkv_proj(stream, norm)
         q_weight, k_weight = (None if n is None else n.weight for n in (self.q_norm, self.k_norm))
         q_NHD = self.kernels.norm_rotary_store(
             qkv, q_weight, k_weight, self.eps, cos_NF, sin_NF, kv, batch.slot_mapping, num_heads=self.num_heads
         )
         out_NHD = backend.forward(q_NHD, kv, batch, scale=self.scale)
-        self.o_proj(out_NHD.flatten(1), stream_NE)
+        self.o_proj(out_NHD.flatten(1), stream, next_norm)
 
 
 class GatedMLP(nn.Module):
@@ -231,6 +250,6 @@ class GatedMLP(nn.Module):
             size, share, config.hidden_size, bias=bias, parallel=parallel, kernels=kernels
         )
 
-    def forward(self, stream_NE: Tensor, norm: RMSNorm) -> None:
-        """Read the stream ``[N, E]`` through ``norm``, and add to it."""
-        self.down_proj(self.gate_up_proj.gated(stream_NE, norm), stream_NE)
+    def forward(self, stream: ResidualStream, norm: RMSNorm, next_norm: RMSNorm | None) -> None:
+        """Read the stream through ``norm``, and add to it; ``next_norm`` is what reads it next."""
+        self.down_proj(self.gate_up_proj.gated(stream, norm), stream, next_norm)
