@@ -60,7 +60,6 @@ ALTERED: dict[str, dict[str, str]] = {
     },
     "no merge": {"if num_before == last - first:": "if num_before < 0:"},
     "no pieces": {"if (start == 0) & (stop == length):": "if stop >= 0:"},
-    "Q before K and V": {"there = q_mask & (token + tl.zeros_like(rows) < stop)[:, None]": "there = q_mask"},
     "page not in the record": {
         _FIRST_PAGES: "pages = _find_pages(page_row, start, places, stop, PAGE_SIZE, BLOCK_K)\n"
     },
@@ -96,8 +95,9 @@ def describe(options: DecodeOptions) -> str:
 
 def fits(options: DecodeOptions) -> bool:
     """Whether all programs run at once, as far as shared memory goes: of a program's stages all but one are in memory
-    at a time."""
-    program_bytes = (options.num_stages - 1) * 2 * (2 * options.block_rows + 16) * HEAD_DIM + (4 << 10)
+    at a time, and Q once for each warp."""
+    rows = (options.num_stages - 1) * 2 * options.block_rows + 16 * options.num_warps
+    program_bytes = 2 * rows * HEAD_DIM + (4 << 10)
     return options.each * (program_bytes + 1024) <= _SHARED_BYTES
 
 
@@ -122,13 +122,15 @@ def variants(default: DecodeOptions, num_requests: int, group: int, quick: bool)
     yield default
     for options in (
         replace(default, patience=NEVER), replace(default, patience=ALWAYS), replace(default, each=3),
-        replace(default, num_stages=4, each=1), replace(default, block_rows=128, num_warps=8, each=1),
+        replace(default, num_stages=4, each=1), replace(default, num_stages=5, each=1),
+        replace(default, block_rows=128, num_warps=8, each=1), replace(default, block_rows=128, each=1),
+        replace(default, block_rows=32, num_warps=2, each=4), replace(default, block_rows=32, num_warps=2, each=3),
     ):  # fmt: skip
         if fits(options):
             yield options
-    tiles = [(32, 2, 4), (32, 4, 4), (64, 4, 3), (64, 4, 4), (64, 2, 3)]
+    tiles = [(32, 2, 4), (64, 4, 3), (64, 2, 3), (128, 4, 2), (128, 8, 2)]
     if not quick:
-        tiles += [(32, 1, 4), (32, 2, 3), (32, 2, 5), (32, 4, 3), (64, 4, 2), (64, 8, 3), (128, 4, 2)]
+        tiles += [(16, 1, 4), (32, 1, 4), (32, 2, 3), (32, 2, 5), (64, 4, 2), (64, 4, 4), (128, 8, 3)]
     for heads, tile, each in itertools.product((1, 16 // group), tiles, (2,) if quick else (1, 2, 3, 4)):
         options = DecodeOptions(heads=heads, block_rows=tile[0], num_warps=tile[1], num_stages=tile[2], each=each)
         # A few requests with many heads together are cut into many pieces: known to be slow.

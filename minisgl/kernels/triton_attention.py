@@ -43,6 +43,7 @@ from minisgl.kernels.triton_launch import let_next_begin, pdl_options, prefetch,
 
 _RECORD = 16  # int32 of a program in a plan, see `_plan_kernel`
 _MIN_ROWS = 16  # the least number of rows that `tl.dot` takes
+_LEAST = -1e30  # less than any score, but a number
 _LOG2_E = math.log2(math.e)  # weights are powers of 2, which the hardware has an instruction for
 
 
@@ -63,7 +64,7 @@ def _load_kv(
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """K and V, ``[rows, BLOCK_D]`` each; row i is of KV head ``heads[i]`` at token ``start + places[i]``. At token
+    """K and V, ``[..., BLOCK_D]`` each; row i is of KV head ``heads[i]`` at token ``start + places[i]``. At token
     ``end`` and behind nothing is read: it is 0 there, since what lies in memory might be NaN, and NaN times a weight
     of 0 is NaN."""
     if PAGE_SIZE % BLOCK_K == 0:  # one address, and offsets that stay the same from block to block
@@ -72,8 +73,8 @@ def _load_kv(
     else:
         slots = pages.to(tl.int64) * PAGE_SIZE + (start + places) % PAGE_SIZE
     dims = tl.arange(0, BLOCK_D)
-    offsets = ((slots * NUM_KV_HEADS + heads) * HEAD_DIM)[:, None] + dims[None, :]
-    mask = (start + places < end)[:, None] & (dims < HEAD_DIM)[None, :]
+    offsets = tl.expand_dims((slots * NUM_KV_HEADS + heads) * HEAD_DIM, -1) + dims
+    mask = tl.expand_dims(start + places < end, -1) & (dims < HEAD_DIM)
     return tl.load(kv + offsets, mask=mask, other=0.0), tl.load(kv + v_offset + offsets, mask=mask, other=0.0)
 
 
@@ -94,6 +95,21 @@ def _absorb(q, k, v, sees, scale, peak, acc, MASKED: tl.constexpr, WIDEN: tl.con
     weights = tl.exp2(scores - new_peak[:, None])
     shrink = tl.exp2(peak - new_peak)
     acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+    return new_peak, acc, weights, shrink
+
+
+@triton.jit
+def _absorb_parts(q, k, v, sees, scale, peak, acc, WIDEN: tl.constexpr):
+    """`_absorb` with one more dimension in front, of parts that each have their own softmax. A part may see nothing, so
+    ``peak`` begins with a number instead of minus infinity."""
+    if WIDEN:
+        q, k, v = q.to(tl.float32), k.to(tl.float32), v.to(tl.float32)
+    scores = tl.dot(q, tl.permute(k, (0, 2, 1)), input_precision="ieee") * scale
+    scores = tl.where(sees, scores, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(scores, axis=2))
+    weights = tl.exp2(scores - new_peak[:, :, None])
+    shrink = tl.exp2(peak - new_peak)
+    acc = acc * shrink[:, :, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
     return new_peak, acc, weights, shrink
 
 
@@ -299,8 +315,8 @@ def _decode_kernel(
     q_stride, out_stride, v_offset, table_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr, RECORD: tl.constexpr, AHEAD: tl.constexpr, WIDEN: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr, RECORD: tl.constexpr, AHEAD: tl.constexpr, LEAST: tl.constexpr,
+    WARPS: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Each program walks over its stretch of the line, item by item."""
     let_next_begin(PDL)
@@ -311,11 +327,16 @@ def _decode_kernel(
     # A tile of Q has the item's query heads as rows, a tile of K or V its tokens, each with its heads side by side as
     # they lie in memory. Of the product only what belongs together counts. It costs nothing, since `tl.dot` has rows
     # to spare, and what is read at a time is longer.
-    rows, columns, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K * HEADS), tl.arange(0, BLOCK_D)
+    # Each warp has its own part of every tile, ``[WARPS, rows, BLOCK_D]``, and its own running softmax: so no warp waits
+    # for another but where the pipeline hands out a tile.
+    PART: tl.constexpr = BLOCK_K * HEADS // WARPS
+    rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    columns = tl.arange(0, WARPS)[:, None] * PART + tl.arange(0, PART)[None, :]
     places, heads = columns // HEADS, columns % HEADS
-    belongs = (rows // GROUP % HEADS)[:, None] == heads[None, :]
+    belongs = (rows // GROUP % HEADS)[None, :, None] == heads[:, None, :]
     q_offsets = rows[:, None] * HEAD_DIM + dims[None, :]
     q_mask = (rows < SIZE)[:, None] & (dims < HEAD_DIM)[None, :]
+    q_every = q_offsets[None, :, :] + tl.zeros((WARPS, 1, 1), tl.int32)
 
     record = plan + program * RECORD
     item, start, length, page = tl.load(record), tl.load(record + 1), tl.load(record + 2), tl.load(record + 3)
@@ -346,10 +367,10 @@ def _decode_kernel(
         next_length = tl.load(seq_lens + next_request, mask=item < last_item, other=0)
         next_page = tl.load(page_table + next_request.to(tl.int64) * table_stride, mask=item < last_item, other=0)
 
-        peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-        # The weights are summed over columns only at the end: within a row that takes several warps.
-        total = tl.zeros((BLOCK_M, BLOCK_K * HEADS), tl.float32)
-        acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        q_tile = tl.load(q_item + q_every, mask=q_mask[None, :, :], other=0.0)
+        peak = tl.full((WARPS, BLOCK_M), LEAST, tl.float32)
+        total = tl.zeros((WARPS, BLOCK_M, PART), tl.float32)  # summed over columns at the end
+        acc = tl.zeros((WARPS, BLOCK_M, BLOCK_D), tl.float32)
         for token in range(start, stop, BLOCK_K):
             k, v = _load_kv(
                 kv, v_offset, pages, token, places, head_set * HEADS + heads, stop,
@@ -357,14 +378,15 @@ def _decode_kernel(
             )  # fmt: skip
             # Asked for one block ahead, so that no block waits for its address.
             pages = _find_pages(page_row, token + BLOCK_K, places, stop, PAGE_SIZE, BLOCK_K)
-            # With each block anew, from L2: so the first K and V are asked for at once, and not after Q has come. That
-            # the mask depends on the block keeps the compiler from taking this out of the loop.
-            there = q_mask & (token + tl.zeros_like(rows) < stop)[:, None]
-            q_tile = tl.load(q_item + q_offsets, mask=there, other=0.0)
-            sees = belongs & (token + places < stop)[None, :]
-            peak, acc, weights, shrink = _absorb(q_tile, k, v, sees, scale, peak, acc, True, WIDEN)
-            total = total * shrink[:, None] + weights
-        totals = tl.sum(total, axis=1)
+            sees = belongs & (token + places < stop)[:, None, :]
+            peak, acc, weights, shrink = _absorb_parts(q_tile, k, v, sees, scale, peak, acc, WIDEN)
+            total = total * shrink[:, :, None] + weights
+        # What the warps found.
+        peaks = peak
+        peak = tl.max(peaks, axis=0)
+        worth = tl.exp2(peaks - peak[None, :])
+        totals = tl.sum(tl.sum(total, axis=2) * worth, axis=0)
+        acc = tl.sum(acc * worth[:, :, None], axis=0)
         # A request without tokens has a total of 0: its output is 0.
         result = acc / tl.where(totals > 0, totals, 1.0)[:, None]
 
@@ -458,7 +480,7 @@ class DecodeOptions:
     Args:
         heads: KV heads of an item, a power of 2 that divides their number.
         block_rows: rows of a tile of K and V, ``heads`` for each token: a power of 2, at least 16.
-        num_warps: of a program.
+        num_warps: of a program, at most; each has 16 rows of a tile, or more.
         num_stages: see `prefill_attention`.
         each: programs that run on a multiprocessor at once.
         patience: blocks. So much more may the busiest multiprocessor read, if then no item is cut.
@@ -471,7 +493,7 @@ class DecodeOptions:
     num_stages: int = 3
     each: int = 2
     patience: int = 2
-    ahead: int = 4
+    ahead: int = 0
 
     @property
     def block_k(self) -> int:
@@ -549,7 +571,7 @@ def decode_attention(
     assert counters.numel() >= num_programs
     group, block_d = q.shape[1] // num_kv_heads, _block_d(head_dim)
     size = options.heads * group
-    block_s = triton.next_power_of_2(size)
+    block_s, num_warps = triton.next_power_of_2(size), min(options.num_warps, options.block_rows // _MIN_ROWS)
     launch = pdl_options(q.device, True)
     can_prefetch = launch["PDL"] and options.heads * head_dim * kv.element_size() % 16 == 0
     # Two pieces for each program: their values, then their weights.
@@ -559,10 +581,10 @@ def decode_attention(
         q.stride(0), out.stride(0), kv.stride(0), page_table.stride(0),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, PAGE_SIZE=page_size,
         HEADS=options.heads, BLOCK_M=max(_MIN_ROWS, block_s), BLOCK_K=options.block_k, BLOCK_D=block_d,
-        BLOCK_S=block_s, BLOCK_P=min(16, max(1, options.num_warps * 2048 // (block_s * block_d))),  # 64 registers
-        RECORD=_RECORD, AHEAD=options.ahead if can_prefetch else 0, WIDEN=_widen(q.dtype),
-        num_warps=options.num_warps, num_stages=options.num_stages,
-        maxnreg=_registers(options.each, options.num_warps), **launch,
+        BLOCK_S=block_s, BLOCK_P=min(16, max(1, num_warps * 2048 // (block_s * block_d))),  # 64 registers
+        RECORD=_RECORD, AHEAD=options.ahead if can_prefetch else 0, LEAST=_LEAST, WARPS=num_warps,
+        WIDEN=_widen(q.dtype), num_warps=num_warps, num_stages=options.num_stages,
+        maxnreg=_registers(options.each, num_warps), **launch,
     )  # fmt: skip
 
 
@@ -581,11 +603,13 @@ def choose_options(
     most = 1
     while num_kv_heads % (2 * most) == 0 and 2 * most * (num_heads // num_kv_heads) <= _MIN_ROWS:
         most *= 2
+    # More requests leave their programs so much to read that the first blocks count for nothing.
+    ahead = 2 if num_requests <= 64 else 0
     many = 4 * num_requests * (num_kv_heads // most) >= 3 * num_programs
     if num_programs // 8 < num_requests * num_kv_heads <= num_programs // 2:
         # An item for each multiprocessor, and some are free: nobody else is there to share it with.
-        return DecodeOptions(heads=1, block_rows=_block_rows(head_dim), num_stages=4, each=1)
-    return DecodeOptions(heads=most if many else 1, block_rows=_block_rows(head_dim))
+        return DecodeOptions(heads=1, block_rows=_block_rows(head_dim), num_stages=4, each=1, ahead=ahead)
+    return DecodeOptions(heads=most if many else 1, block_rows=_block_rows(head_dim), ahead=ahead)
 
 
 def _registers(each: int, num_warps: int) -> int:
