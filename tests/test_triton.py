@@ -408,12 +408,14 @@ TYPES |= dict.fromkeys(["plan"], "*i32")
 heads = dict(NUM_KV_HEADS=8, GROUP=3, HEAD_DIM=80)
 tile = dict(PAGE_SIZE=64, BLOCK_K=64, BLOCK_D=128, WIDEN=False, PDL=True)
 assert "mma" in check(triton_attention._prefill_kernel, **heads, **tile, BLOCK_R=8, BLOCK_M=64)
-tile = dict(PAGE_SIZE=64, BLOCK_D=128, WIDEN=False, BLOCK_S=16, BLOCK_P=4, RECORD=16, PDL=True)
-ptx = check(triton_attention._decode_kernel, **heads, **tile, HEADS=4, BLOCK_K=16, BLOCK_M=16, AHEAD=4, WARPS=4, LEAST=-1e30)
+tile = dict(PAGE_SIZE=64, BLOCK_D=128, WIDEN=False, BLOCK_S=16, BLOCK_P=4, RECORD=16, PDL=True, WARPS=4, LEAST=-1e30)
+ptx = check(triton_attention._decode_kernel, **heads, **tile, HEADS=4, BLOCK_K=16, BLOCK_M=16, AHEAD=4)
 assert "mma" in ptx and "atom.global.gpu.acq_rel" in ptx
 before, after = ptx.split("griddepcontrol.wait")
 assert "bulk.prefetch.L2" in before and "ld.global" in before and "st.global" not in before
 assert "bulk.prefetch.L2" not in after
+loop = max(after.split("$L__BB"), key=lambda block: block.count("mma.sync"))
+assert loop.count("bar.sync") == 2, "warps wait for one another where the pipeline hands out a tile, and nowhere else"
 line = dict(NUM_SETS=2, BLOCK_K=16, PAGE_SIZE=64, BLOCK_R=8, BITS=3, BLOCK_P=16, RECORD=16, PDL=True)
 check(triton_attention._plan_kernel, **line, next_waits=True)  # so that no layer's attention has to wait for it
 """

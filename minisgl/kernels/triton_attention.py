@@ -327,8 +327,8 @@ def _decode_kernel(
     # A tile of Q has the item's query heads as rows, a tile of K or V its tokens, each with its heads side by side as
     # they lie in memory. Of the product only what belongs together counts. It costs nothing, since `tl.dot` has rows
     # to spare, and what is read at a time is longer.
-    # Each warp has its own part of every tile, ``[WARPS, rows, BLOCK_D]``, and its own running softmax: so no warp waits
-    # for another but where the pipeline hands out a tile.
+    # Each warp has its own part of every tile, ``[WARPS, rows, BLOCK_D]``, and its own running softmax: so warps wait
+    # for one another only where the pipeline hands out a tile.
     PART: tl.constexpr = BLOCK_K * HEADS // WARPS
     rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     columns = tl.arange(0, WARPS)[:, None] * PART + tl.arange(0, PART)[None, :]
