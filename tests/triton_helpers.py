@@ -59,11 +59,12 @@ TYPES |= dict.fromkeys("packed seq_lens_by_row page_table_by_row".split(), "*i32
 TYPES |= dict.fromkeys("slot_mapping seeds positions best_ids last_tokens last_tokens_by_row".split(), "*i64")
 TYPES |= dict.fromkeys("input_ids words".split(), "*i64")
 
-def check(kernel, *, next_waits=False, **constants):
+def check(kernel, *, next_waits=False, even=(), **constants):
     if "PDL" in kernel.arg_names:
         constants["PDL"] = True
     signature = {n: "constexpr" if n in constants else TYPES.get(n, "i32") for n in kernel.arg_names}
-    compiled = triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32))
+    attrs = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if n in even}
+    compiled = triton.compile(ASTSource(kernel, signature, constants, attrs), target=GPUTarget("cuda", 90, 32))
     assert "cubin" in compiled.asm
     ptx = compiled.asm["ptx"]
     if "PDL" in constants:  # no program ends, and nothing is stored, before the wait
