@@ -8,12 +8,14 @@ Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3
 The mapping, which every twin of this module must keep:
 
     key     = (low 32 bits, high 32 bits) of the seed's 64
-    counter = (token id, output position, 0, 0)
-    number  = uniform(first word of the output)
+    counter = (token id // 4, output position, 0, 0)
+    number  = uniform(word ``token id % 4`` of the output's four)
 
-In Triton: ``word, _, _, _ = tl.philox(seed, token_id, position, 0, 0)`` with a 64-bit ``seed`` and 32-bit counters does
-the same ten rounds, and ``tl.minimum(word.to(tl.float32) * 2**-32 + 2**-33, 1 - 2**-24)`` is `uniform`: the conversion
-rounds to nearest, the product is exact, so that a fused multiply-add gives the same bits.
+Four neighbours share ten rounds: with rounds for each token, a GPU would spend most of a full batch's draw on them.
+
+In Triton: ``tl.philox(seed, token_id // 4, position, 0, 0)`` with a 64-bit ``seed`` and 32-bit counters gives the four
+words, and ``tl.minimum(word.to(tl.float32) * 2**-32 + 2**-33, 1 - 2**-24)`` is `uniform`: the conversion rounds to
+nearest, the product is exact, so that a fused multiply-add gives the same bits.
 """
 
 from __future__ import annotations
@@ -65,8 +67,8 @@ def philox(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     Returns:
         ``[S, V]`` float32 in (0, 1), on the device of ``seeds``.
     """
-    token_ids = torch.arange(vocab_size, device=seeds.device)
+    counters = torch.arange((vocab_size + 3) // 4, device=seeds.device)
     zero = torch.zeros((), dtype=torch.int64, device=seeds.device)
     seeds, positions = seeds[:, None], positions[:, None] & _MASK
-    words = philox_4x32((token_ids, positions, zero, zero), (seeds & _MASK, (seeds >> 32) & _MASK))
-    return uniform(words[0])
+    words = philox_4x32((counters, positions, zero, zero), (seeds & _MASK, (seeds >> 32) & _MASK))
+    return uniform(torch.stack(words, dim=-1).flatten(1)[:, :vocab_size])

@@ -23,19 +23,18 @@ from torch import Tensor
 from minisgl.kernels.triton_launch import let_next_begin, pdl_options, wait_for_previous
 
 _TILE = 4096
-# Left alone, the compiler makes the noise of all tokens of a thread at once and takes 188: a multiprocessor then holds
-# one program, which nobody replaces while it waits for memory. With 80 it holds three, and none spills.
-_MAX_REGISTERS = 80
+# A multiprocessor then holds four programs, of which one computes while others wait for memory, and none spills. Left
+# alone, Triton 3.6 takes as many and 3.9 takes 74. With 48 it would hold five, but rows that are not aligned spill.
+_MAX_REGISTERS = 64
 
 
 @triton.jit
-def _uniform(seed, position, token_ids):
-    """`minisgl.kernels.philox.philox` for one row: float32 strictly between 0 and 1 for each of ``token_ids``.
+def _philox_4x32(seed, position, counters):
+    """`minisgl.kernels.philox.philox_4x32` of ``(counters, position, 0, 0)``: four words for each of ``counters``.
 
-    ``tl.philox`` gives the same words, but multiplies twice for the two halves of a product, and multiplying is what
-    all of the noise waits for."""
+    ``tl.philox`` gives the same words, but multiplies twice for the two halves of a product."""
     k0, k1 = (seed & 0xFFFFFFFF).to(tl.uint32), ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    c0, c1 = token_ids.to(tl.uint32), position.to(tl.uint32)
+    c0, c1 = counters.to(tl.uint32), position.to(tl.uint32)
     c2, c3 = tl.full((), 0, tl.uint32), tl.full((), 0, tl.uint32)
     for _ in tl.static_range(10):
         product0, product1 = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
@@ -43,8 +42,26 @@ def _uniform(seed, position, token_ids):
         c1, c3 = product1.to(tl.uint32), product0.to(tl.uint32)
         k0 += 0x9E3779B9
         k1 += 0xBB67AE85
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def _uniforms(seed, position, tile, TILE: tl.constexpr, PAIRS: tl.constexpr):
+    """`minisgl.kernels.philox.philox` for one row and the token ids of a tile, in their order.
+
+    A thread reads 16 bytes of logits at once and makes the numbers of just these tokens, so that none has to reach
+    another thread through shared memory: one counter's four for float32, with ``PAIRS`` two counters' eight for half
+    precision."""
+    if PAIRS:
+        even = tile * (TILE // 4) + 2 * tl.arange(0, TILE // 8)
+        a0, a1, a2, a3 = _philox_4x32(seed, position, even)
+        b0, b1, b2, b3 = _philox_4x32(seed, position, even + 1)
+        w0, w1, w2, w3 = tl.join(a0, b0), tl.join(a1, b1), tl.join(a2, b2), tl.join(a3, b3)
+    else:
+        w0, w1, w2, w3 = _philox_4x32(seed, position, tile * (TILE // 4) + tl.arange(0, TILE // 4))
+    words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (TILE,))
     # The conversion rounds to nearest and the product is exact, so a fused multiply-add gives the same bits.
-    return tl.minimum(c0.to(tl.float32) * 2.0**-32 + 2.0**-33, 1.0 - 2.0**-24)
+    return tl.minimum(words.to(tl.float32) * 2.0**-32 + 2.0**-33, 1.0 - 2.0**-24)
 
 
 @triton.jit
@@ -98,7 +115,8 @@ def _candidates_kernel(
     losses = -values
     if heat > 0:
         # The exponential of minus the key: one logarithm for the tile instead of one for each token.
-        u = _uniform(tl.load(seeds + row), tl.load(positions + row), ids)
+        pairs: tl.constexpr = logits.dtype.element_ty.primitive_bitwidth == 16
+        u = _uniforms(tl.load(seeds + row), tl.load(positions + row), tile, TILE, pairs)
         losses = _exponential(u) * tl.exp2(losses * tl.minimum(1.4426950408889634 / heat, 3e38))
     least = tl.min(losses, axis=0)
     token_id = tl.min(tl.where((losses == least) | broken, ids, 2**31 - 1), axis=0)
@@ -227,8 +245,8 @@ def sample_rows(
         vocab_size: V.
         out: ``[2, S]`` int32, contiguous, where to write the result; made if None.
         all_greedy: the temperatures are 0: they are not even looked at.
-        tile: tokens that a program looks at, a power of 2. Keys are rounded in another way with another one, so it
-            must not depend on how many rows there are.
+        tile: tokens that a program looks at, a power of 2, 8 or more. Keys are rounded in another way with another
+            one, so it must not depend on how many rows there are.
         num_warps: of such a program.
 
     Returns:
@@ -278,7 +296,7 @@ def gumbel_argmax(
         temperature: ``[S]`` float32, at least 0.
         seeds: ``[S]`` int64; all 64 bits count.
         positions: ``[S]`` int64, below 2**32: how many tokens the request has output before.
-        tile: tokens that a program looks at, a power of 2.
+        tile: tokens that a program looks at, a power of 2, 8 or more.
 
     Returns:
         ``[S]`` float32, (logit - the row's greatest) / temperature plus noise, not finite if the row is broken (NaN,
@@ -288,15 +306,19 @@ def gumbel_argmax(
 
 
 @triton.jit
-def _philox_kernel(seeds, positions, out, vocab_size, TILE: tl.constexpr):
-    row, ids = tl.program_id(0), tl.program_id(1) * TILE + tl.arange(0, TILE)
-    u = _uniform(tl.load(seeds + row), tl.load(positions + row), ids)
+def _philox_kernel(seeds, positions, out, vocab_size, TILE: tl.constexpr, PAIRS: tl.constexpr):
+    row, tile = tl.program_id(0), tl.program_id(1)
+    ids = tile * TILE + tl.arange(0, TILE)
+    u = _uniforms(tl.load(seeds + row), tl.load(positions + row), tile, TILE, PAIRS)
     tl.store(out + row.to(tl.int64) * vocab_size + ids, u, mask=ids < vocab_size)
 
 
-def philox(seeds: Tensor, positions: Tensor, vocab_size: int, *, tile: int = _TILE) -> Tensor:
+def philox(seeds: Tensor, positions: Tensor, vocab_size: int, *, tile: int = _TILE, pairs: bool = False) -> Tensor:
     """`minisgl.kernels.philox.philox`, to the bit: ``[S]`` and ``[S]`` int64 to ``[S, V]`` float32. `gumbel_argmax`
-    makes these numbers where it needs them; written out they are for tests and readers."""
+    makes these numbers where it needs them, with ``pairs`` for logits of half precision; written out they are for tests
+    and readers."""
     out = torch.empty((seeds.shape[0], vocab_size), dtype=torch.float32, device=seeds.device)
-    _philox_kernel[seeds.shape[0], triton.cdiv(vocab_size, tile)](seeds, positions, out, vocab_size, TILE=tile)
+    _philox_kernel[seeds.shape[0], triton.cdiv(vocab_size, tile)](
+        seeds, positions, out, vocab_size, TILE=tile, PAIRS=pairs
+    )
     return out
