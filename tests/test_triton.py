@@ -172,26 +172,54 @@ def test_any_lengths_over_any_number_of_programs_in_either_order(
         step.check(decode(step, num_programs=num_programs, heads=heads, block_rows=16, patience=patience))
 
 
-def records_of(lengths: list[int], options: DecodeOptions, num_programs: int) -> list[list[int]]:
-    """With 2 KV heads; request i has pages 100 * i and following, of 16 tokens."""
-    pages = 100 * torch.arange(len(lengths))[:, None] + torch.arange(100)
-    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+@pytest.mark.parametrize("num_programs", [1, 4, 30])
+@pytest.mark.parametrize("lengths", [[130, 1, 17], [1], []])
+def test_padding_at_the_end_gets_zeros_from_many_programs(
+    monkeypatch: pytest.MonkeyPatch, lengths: list[int], num_programs: int
+) -> None:
+    """Padding is as graphs have it: one token on page 0."""
+    poison(monkeypatch)
+    padded = [*lengths, *[1] * 9]
+    step = Step([1] * len(padded), [n - 1 for n in padded], page_size=16, heads=6)
+    step.batch.page_table[len(lengths) :] = 0
+    step.kv[:, 0] = NAN
+    step.exact[len(lengths) :] = 0
+    step.check(decode(step, num_programs=num_programs, heads=2, block_rows=16))
+
+
+def test_padding_is_no_part_of_the_line() -> None:
+    """Each padding request would be an item or two, which costs something however short it is, and all of them, at the
+    line's end, would be one program's."""
+    options = DecodeOptions(heads=1, block_rows=16, each=1, patience=NEVER)
+    without = records_of([50, 5], options, 4)
+    assert records_of([50, 5], options, 4, num_padding=40) == without and {r[9] for r in without} == {2}
+    nothing = records_of([], options, 4, num_padding=3)
+    assert all(r[0] > r[4] and r[9] == 0 for r in nothing)
+
+
+def records_of(
+    lengths: list[int], options: DecodeOptions, num_programs: int, *, num_padding: int = 0
+) -> list[list[int]]:
+    """With 2 KV heads; request i has pages 1 + 100 * i and following, of 16 tokens."""
+    pages = 1 + 100 * torch.arange(len(lengths))[:, None] + torch.arange(100)
+    pages = torch.cat([pages, torch.zeros(num_padding, 100, dtype=torch.int64)])
+    seq_lens = torch.tensor([*lengths, *[1] * num_padding], dtype=torch.int32, device=DEVICE)
     plan = lay_out(seq_lens, pages.int().to(DEVICE), options, num_programs=num_programs, num_kv_heads=2, page_size=16)
     assert isinstance(plan, DecodePlan)
-    return plan.records[:, :9].tolist()
+    return plan.records[:, :10].tolist()
 
 
 def test_a_record_says_what_a_program_begins_and_ends_with() -> None:
     """First item, its token, its length and the token's page; last item and the token where it ends; the programs that
-    share the first item, and the last of those that share the last one."""
+    share the first item, and the last of those that share the last one; how many requests are real."""
     options, open_end = DecodeOptions(heads=1, block_rows=16, each=1, patience=NEVER), 2**31 - 1
     records = records_of([50, 5], options, 4)  # of 4, 4, 1 and 1 blocks: stretches of 3
-    assert records[0][:6] == [0, 0, 50, 0, 0, 48] and records[0][8] == 1
-    assert records[1] == [0, 48, 50, 3, 1, 32, 0, 1, 2]
-    assert records[2][:8] == [1, 32, 50, 2, 2, open_end, 1, 2]
-    assert records[3][:6] == [3, 0, 5, 100, 3, open_end]
+    assert records[0][:6] == [0, 0, 50, 1, 0, 48] and records[0][8] == 1
+    assert records[1] == [0, 48, 50, 4, 1, 32, 0, 1, 2, 2]
+    assert records[2][:8] == [1, 32, 50, 3, 2, open_end, 1, 2]
+    assert records[3][:6] == [3, 0, 5, 101, 3, open_end]
     records = records_of([1], options, 3)  # two heads' blocks for three programs
-    assert records[0][:6] == [0, 0, 1, 0, 0, open_end] and records[1][:6] == [1, 0, 1, 0, 1, open_end]
+    assert records[0][:6] == [0, 0, 1, 1, 0, open_end] and records[1][:6] == [1, 0, 1, 1, 1, open_end]
     assert records[2][0] > records[2][4]
 
 
@@ -408,7 +436,8 @@ TYPES |= dict.fromkeys(["plan"], "*i32")
 heads = dict(NUM_KV_HEADS=8, GROUP=3, HEAD_DIM=80)
 tile = dict(PAGE_SIZE=64, BLOCK_K=64, BLOCK_D=128, WIDEN=False, PDL=True)
 assert "mma" in check(triton_attention._prefill_kernel, **heads, **tile, BLOCK_R=8, BLOCK_M=64)
-tile = dict(PAGE_SIZE=64, BLOCK_D=128, WIDEN=False, BLOCK_S=16, BLOCK_P=4, RECORD=16, PDL=True, WARPS=4, LEAST=-1e30)
+tile = dict(PAGE_SIZE=64, BLOCK_D=128, WIDEN=False, BLOCK_S=16, BLOCK_P=4, RECORD=16, PDL=True, WARPS=4, LOG2_WARPS=2)
+tile |= dict(LEAST=-1e30, BLOCK_O=1024)
 ptx = check(triton_attention._decode_kernel, **heads, **tile, HEADS=4, BLOCK_K=16, BLOCK_M=16, AHEAD=4)
 assert "mma" in ptx and "atom.global.gpu.acq_rel" in ptx
 before, after = ptx.split("griddepcontrol.wait")

@@ -113,6 +113,17 @@ def _absorb_parts(q, k, v, sees, scale, peak, acc, WIDEN: tl.constexpr):
     return new_peak, acc, weights, shrink
 
 
+@triton.jit
+def _sum_of_parts(parts, COUNT: tl.constexpr, LOG2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """``[COUNT, ROWS, COLUMNS]``, a part a warp, to ``[ROWS, COLUMNS]``. ``tl.sum`` would move each number through
+    shared memory by itself, and shuffle it; here all parts of a number come to one thread, at once."""
+    parts = tl.permute(parts, (1, 2, 0))
+    for level in tl.static_range(LOG2):
+        first, second = tl.split(tl.reshape(parts, (ROWS, COLUMNS, COUNT >> (level + 1), 2)))
+        parts = first + second
+    return tl.reshape(parts, (ROWS, COLUMNS))
+
+
 @triton.jit(do_not_specialize=["num_requests"])
 def _prefill_kernel(
     q, kv, out, page_table, cu_seqlens_q, seq_lens, num_requests, scale,
@@ -176,14 +187,14 @@ def _prefill_kernel(
 @triton.jit
 def _find_block(line, num_requests, place, NUM_SETS: tl.constexpr, BLOCK_R: tl.constexpr, BITS: tl.constexpr):
     """Which block lies at ``place`` of the line: its item (request * NUM_SETS + set), its number within the item, and
-    the item's number of blocks. At the line's end: block 0 behind the last item."""
+    the item's number of blocks. At the line's end: block 0 behind the last item, also where there is none."""
     request = tl.zeros_like(place)  # the last that begins at or before the place, found by halving
     for bit in tl.static_range(BITS):
         middle = request + (BLOCK_R >> (bit + 1))
         begins = tl.load(line + middle, mask=middle < num_requests, other=2147483647) * NUM_SETS
         request = tl.where((middle < num_requests) & (begins <= place), middle, request)
     begin = tl.load(line + request)
-    num_blocks = tl.load(line + request + 1) - begin
+    num_blocks = tl.maximum(tl.load(line + request + 1) - begin, 1)
     within = place - begin * NUM_SETS
     return request * NUM_SETS + within // num_blocks, within % num_blocks, num_blocks
 
@@ -208,7 +219,12 @@ def _plan_kernel(
     each = tl.arange(0, BLOCK_R)
     there = each < num_requests
     lengths = tl.load(seq_lens + each, mask=there, other=0)
-    # A request without tokens (padding of a graph) has a block all the same: somebody must write its zeros.
+    # What begins on page 0 is padding of a graph. All of it stands at the end, and no program is to have it all: an
+    # item costs something however short it is.
+    is_real = tl.load(page_table + each.to(tl.int64) * table_stride, mask=there, other=0) > 0
+    num_requests = tl.max(tl.where(is_real, each + 1, 0), axis=0)
+    there = each < num_requests
+    # A request without tokens among the others has a block all the same: somebody must write its zeros.
     blocks = tl.where(there, tl.maximum(tl.cdiv(lengths, BLOCK_K), 1), 0)
     tl.store(line + 1 + each, tl.cumsum(blocks, axis=0), mask=there)
     tl.store(line, 0)
@@ -217,7 +233,7 @@ def _plan_kernel(
     programs = tl.arange(0, BLOCK_P)
 
     # Equal stretches.
-    share = tl.cdiv(num_blocks, num_programs)
+    share = tl.maximum(tl.cdiv(num_blocks, num_programs), 1)
     place, next_place = tl.minimum(programs * share, num_blocks), tl.minimum((programs + 1) * share, num_blocks)
     item, block, size = _find_block(line, num_requests, place, NUM_SETS, BLOCK_R, BITS)
     next_item, next_block, next_size = _find_block(line, num_requests, next_place, NUM_SETS, BLOCK_R, BITS)
@@ -225,7 +241,7 @@ def _plan_kernel(
     first_of_first, last_of_first = (place - block) // share, (place - block + size - 1) // share
     last_of_last = (next_place - next_block + next_size - 1) // share
     # Whole items: how much has the busiest multiprocessor to read, and how much would it be if all had the same?
-    width = tl.minimum(num_programs, num_items)
+    width = tl.maximum(tl.minimum(num_programs, num_items), 1)
     target = tl.cdiv(num_blocks, width)
     place, next_place = tl.minimum(programs * target, num_blocks), tl.minimum((programs + 1) * target, num_blocks)
     whole, place = _whole_border(line, num_requests, place, NUM_SETS, BLOCK_R, BITS)
@@ -250,6 +266,7 @@ def _plan_kernel(
     tl.store(record + 6, first_of_first, mask=mask)
     tl.store(record + 7, last_of_first, mask=mask)
     tl.store(record + 8, last_of_last, mask=mask)
+    tl.store(record + 9, num_requests, mask=mask)  # those behind them are padding
 
 
 @triton.jit
@@ -309,16 +326,16 @@ def _prefetch_kv(
     prefetch(address, there.to(tl.int32) * (WIDTH * (kv.dtype.element_ty.primitive_bitwidth // 8)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_requests"])
 def _decode_kernel(
-    q, kv, out, pieces, counters, page_table, seq_lens, plan, scale,
+    q, kv, out, pieces, counters, page_table, seq_lens, plan, num_requests, scale,
     q_stride, out_stride, v_offset, table_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr, RECORD: tl.constexpr, AHEAD: tl.constexpr, LEAST: tl.constexpr,
-    WARPS: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
+    WARPS: tl.constexpr, LOG2_WARPS: tl.constexpr, BLOCK_O: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Each program walks over its stretch of the line, item by item."""
+    """Each program walks over its stretch of the line, item by item. Padding is divided evenly among them too."""
     let_next_begin(PDL)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     NUM_SETS: tl.constexpr = NUM_KV_HEADS // HEADS
@@ -342,6 +359,7 @@ def _decode_kernel(
     item, start, length, page = tl.load(record), tl.load(record + 1), tl.load(record + 2), tl.load(record + 3)
     last_item, last_stop = tl.load(record + 4), tl.load(record + 5)
     first_of_first, last_of_first, last_of_last = tl.load(record + 6), tl.load(record + 7), tl.load(record + 8)
+    num_real = tl.load(record + 9)
     if AHEAD > 0:
         stop = tl.where(item == last_item, tl.minimum(length, last_stop), length)
         page_row = page_table + (item // NUM_SETS).to(tl.int64) * table_stride
@@ -350,6 +368,11 @@ def _decode_kernel(
             NUM_KV_HEADS, HEADS, HEAD_DIM, PAGE_SIZE, AHEAD * BLOCK_K,
         )  # fmt: skip
     wait_for_previous(PDL)
+
+    for padding in range(num_real + program, num_requests, num_programs):
+        numbers = tl.arange(0, BLOCK_O)
+        zeros, mask = tl.zeros((BLOCK_O,), out.dtype.element_ty), numbers < NUM_SETS * SIZE * HEAD_DIM
+        tl.store(out + padding * out_stride + numbers, zeros, mask=mask)
 
     while item <= last_item:
         request, head_set = item // NUM_SETS, item % NUM_SETS
@@ -386,7 +409,7 @@ def _decode_kernel(
         peak = tl.max(peaks, axis=0)
         worth = tl.exp2(peaks - peak[None, :])
         totals = tl.sum(tl.sum(total, axis=2) * worth, axis=0)
-        acc = tl.sum(acc * worth[:, :, None], axis=0)
+        acc = _sum_of_parts(acc * worth[:, :, None], WARPS, LOG2_WARPS, BLOCK_M, BLOCK_D)
         # A request without tokens has a total of 0: its output is 0.
         result = acc / tl.where(totals > 0, totals, 1.0)[:, None]
 
@@ -557,7 +580,8 @@ def decode_attention(
     *,
     scale: float,
 ) -> None:
-    """Attention of requests with one new token each: N is R. A request of length 0 gets zeros.
+    """Attention of requests with one new token each: N is R. A request of length 0 gets zeros, and so does padding:
+    requests at the end whose first page is page 0, which is nobody's.
 
     Args:
         q, kv, out, page_table, seq_lens, scale: see `prefill_attention`.
@@ -577,13 +601,15 @@ def decode_attention(
     # Two pieces for each program: their values, then their weights.
     pieces = torch.empty(2 * num_programs * size * (head_dim + 1), dtype=torch.float32, device=q.device)
     _decode_kernel[num_programs,](
-        q, kv, out, pieces, counters, page_table, seq_lens, plan.records, scale * _LOG2_E,
+        q, kv, out, pieces, counters, page_table, seq_lens, plan.records, seq_lens.shape[0], scale * _LOG2_E,
         q.stride(0), out.stride(0), kv.stride(0), page_table.stride(0),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, PAGE_SIZE=page_size,
         HEADS=options.heads, BLOCK_M=max(_MIN_ROWS, block_s), BLOCK_K=options.block_k, BLOCK_D=block_d,
         BLOCK_S=block_s, BLOCK_P=min(16, max(1, num_warps * 2048 // (block_s * block_d))),  # 64 registers
-        RECORD=_RECORD, AHEAD=options.ahead if can_prefetch else 0, LEAST=_LEAST, WARPS=num_warps,
-        WIDEN=_widen(q.dtype), num_warps=num_warps, num_stages=options.num_stages,
+        RECORD=_RECORD, AHEAD=options.ahead if can_prefetch else 0, LEAST=_LEAST,
+        WARPS=num_warps, LOG2_WARPS=num_warps.bit_length() - 1,
+        BLOCK_O=triton.next_power_of_2(q.shape[1] * head_dim), WIDEN=_widen(q.dtype),
+        num_warps=num_warps, num_stages=options.num_stages,
         maxnreg=_registers(options.each, num_warps), **launch,
     )  # fmt: skip
 
