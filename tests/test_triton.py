@@ -437,7 +437,7 @@ heads = dict(NUM_KV_HEADS=8, GROUP=3, HEAD_DIM=80)
 tile = dict(PAGE_SIZE=64, BLOCK_K=64, BLOCK_D=128, WIDEN=False, PDL=True)
 assert "mma" in check(triton_attention._prefill_kernel, **heads, **tile, BLOCK_R=8, BLOCK_M=64)
 tile = dict(PAGE_SIZE=64, BLOCK_D=128, WIDEN=False, BLOCK_S=16, BLOCK_P=4, RECORD=16, PDL=True, WARPS=4, LOG2_WARPS=2)
-tile |= dict(LEAST=-1e30, BLOCK_O=1024)
+tile |= dict(LEAST=-1e30, BLOCK_O=1024, COPIES=4)
 ptx = check(triton_attention._decode_kernel, **heads, **tile, HEADS=4, BLOCK_K=16, BLOCK_M=16, AHEAD=4)
 assert "mma" in ptx and "atom.global.gpu.acq_rel" in ptx
 before, after = ptx.split("griddepcontrol.wait")

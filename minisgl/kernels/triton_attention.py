@@ -42,6 +42,9 @@ from torch import Tensor
 from minisgl.kernels.triton_launch import let_next_begin, pdl_options, prefetch, wait_for_previous
 
 _RECORD = 16  # int32 of a program in a plan, see `_plan_kernel`
+# Of a piece's weight, side by side: so it is read by the threads that have the piece. With one copy the compiler takes
+# others, and brings them together through shared memory, piece by piece.
+_COPIES = 4
 _MIN_ROWS = 16  # the least number of rows that `tl.dot` takes
 _LEAST = -1e30  # less than any score, but a number
 _LOG2_E = math.log2(math.e)  # weights are powers of 2, which the hardware has an instruction for
@@ -271,7 +274,7 @@ def _plan_kernel(
 
 @triton.jit
 def _merge(
-    pieces, first, last, num_programs, SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    pieces, first, last, num_programs, SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, COPIES: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """The result of an item, ``[BLOCK_S, BLOCK_D]``, of which programs ``first`` to ``last`` wrote a piece each.
@@ -290,7 +293,7 @@ def _merge(
             # ".cg": from L2, where other multiprocessors wrote it.
             piece = tl.load(pieces + place * HEAD_DIM + dims, mask=there, other=0.0, cache_modifier=".cg")
             weight = tl.load(
-                pieces + 2 * num_programs * (SIZE * HEAD_DIM) + place + dims * 0,
+                pieces + 2 * num_programs * (SIZE * HEAD_DIM) + place * COPIES + dims % COPIES,
                 mask=there, other=float("-inf"), cache_modifier=".cg",
             )  # fmt: skip
             new_peak = tl.maximum(tl.maximum(peak, weight), -1e38)  # finite, also where no piece is
@@ -332,8 +335,9 @@ def _decode_kernel(
     q_stride, out_stride, v_offset, table_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr, RECORD: tl.constexpr, AHEAD: tl.constexpr, LEAST: tl.constexpr,
-    WARPS: tl.constexpr, LOG2_WARPS: tl.constexpr, BLOCK_O: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr, COPIES: tl.constexpr, RECORD: tl.constexpr, AHEAD: tl.constexpr,
+    LEAST: tl.constexpr, WARPS: tl.constexpr, LOG2_WARPS: tl.constexpr, BLOCK_O: tl.constexpr,
+    WIDEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Each program walks over its stretch of the line, item by item. Padding is divided evenly among them too."""
     let_next_begin(PDL)
@@ -425,13 +429,14 @@ def _decode_kernel(
             place = _place(program, first, num_programs) * SIZE
             tl.store(pieces + place * HEAD_DIM + q_offsets, result, mask=q_mask)
             weights_of_pieces = pieces + 2 * num_programs * (SIZE * HEAD_DIM)
-            tl.store(weights_of_pieces + place + rows, peak + tl.log2(totals), mask=rows < SIZE)
+            copies = weights_of_pieces + ((place + rows) * COPIES)[:, None] + tl.arange(0, COPIES)[None, :]
+            tl.store(copies, (peak + tl.log2(totals))[:, None], mask=(rows < SIZE)[:, None])
             # All threads have stored; then one of them counts the program in. "acq_rel" publishes what was stored
             # before, and shows to whoever counts last what the others published.
             tl.debug_barrier()
             num_before = tl.atomic_add(counters + first, 1, sem="acq_rel", scope="gpu")
             if num_before == last - first:
-                merged = _merge(pieces, first, last, num_programs, SIZE, HEAD_DIM, BLOCK_S, BLOCK_D, BLOCK_P)
+                merged = _merge(pieces, first, last, num_programs, SIZE, HEAD_DIM, COPIES, BLOCK_S, BLOCK_D, BLOCK_P)
                 own_rows = tl.arange(0, BLOCK_S)
                 offsets = own_rows[:, None] * HEAD_DIM + dims[None, :]
                 mask = (own_rows < SIZE)[:, None] & (dims < HEAD_DIM)[None, :]
@@ -599,14 +604,14 @@ def decode_attention(
     launch = pdl_options(q.device, True)
     can_prefetch = launch["PDL"] and options.heads * head_dim * kv.element_size() % 16 == 0
     # Two pieces for each program: their values, then their weights.
-    pieces = torch.empty(2 * num_programs * size * (head_dim + 1), dtype=torch.float32, device=q.device)
+    pieces = torch.empty(2 * num_programs * size * (head_dim + _COPIES), dtype=torch.float32, device=q.device)
     _decode_kernel[num_programs,](
         q, kv, out, pieces, counters, page_table, seq_lens, plan.records, seq_lens.shape[0], scale * _LOG2_E,
         q.stride(0), out.stride(0), kv.stride(0), page_table.stride(0),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, PAGE_SIZE=page_size,
         HEADS=options.heads, BLOCK_M=max(_MIN_ROWS, block_s), BLOCK_K=options.block_k, BLOCK_D=block_d,
         BLOCK_S=block_s, BLOCK_P=min(16, max(1, num_warps * 2048 // (block_s * block_d))),  # 64 registers
-        RECORD=_RECORD, AHEAD=options.ahead if can_prefetch else 0, LEAST=_LEAST,
+        COPIES=_COPIES, RECORD=_RECORD, AHEAD=options.ahead if can_prefetch else 0, LEAST=_LEAST,
         WARPS=num_warps, LOG2_WARPS=num_warps.bit_length() - 1,
         BLOCK_O=triton.next_power_of_2(q.shape[1] * head_dim), WIDEN=_widen(q.dtype),
         num_warps=num_warps, num_stages=options.num_stages,
