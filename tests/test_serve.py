@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -356,9 +357,11 @@ def test_many_short_requests_leave_nothing(tiny: Started) -> None:
         return tiny.rss_mib()
 
     batch(300)
-    before = batch(300)
-    after = batch(300)
-    assert all(after[role] - before[role] < 8 for role in before), (before, after)
+    # How many run at once is chance, and more than ever before need more memory once. A leak comes each time.
+    sizes = [batch(300) for _ in range(4)]
+    for role in sizes[0]:
+        grown = [after[role] - before[role] for before, after in pairwise(sizes)]
+        assert min(grown) < 2 and sum(grown) < 24, (role, sizes)
 
 
 def test_metrics_tell_what_was_done(tiny: Started) -> None:
