@@ -6,7 +6,6 @@ import os
 import signal
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,8 +15,6 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from checkpoints import Checkpoint, make_checkpoint
-
-from minisgl.benchmark.report import source_digest, write_report
 
 # Tensors here are tiny: a second thread would mostly wait, most of all where other processes want the cores too.
 torch.set_num_threads(1)
@@ -32,11 +29,14 @@ def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], C
     return cache(lambda name: make_checkpoint(name, tmp_path_factory.mktemp(name)))
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """What the tests of kernels and engine gave on a GPU, where there is a place for it; `.ci/run` looks at it."""
-    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    if not torch.cuda.is_available() or "OUT" not in os.environ or reporter is None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A share of the tests, where `run_gpu.py` asks for one: "i/n", or "alone"."""
+    share = os.environ.get("MINISGL_TEST_SHARE")
+    if share is None:
         return
-    counts = {kind: len(reporter.stats.get(kind, ())) for kind in ("passed", "failed", "error", "skipped")}
-    facts = {**counts, "source": source_digest()}
-    write_report(Path(os.environ["OUT"]) / "gpu-tests.json", "tests on a GPU", torch.device("cuda"), facts)
+    alone = [item for item in items if item.get_closest_marker("alone")]
+    if share != "alone":
+        nth, count = map(int, share.split("/"))
+        alone = [item for item in items if item not in alone][nth::count]
+    config.hook.pytest_deselected(items=[item for item in items if item not in alone])
+    items[:] = alone

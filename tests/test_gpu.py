@@ -142,6 +142,7 @@ def test_sampling_in_a_graph_equals_sampling_without(prompts):
     assert tokens[0][0] == tokens[1][0] and tokens[0][1] == tokens[1][1]
 
 
+@pytest.mark.alone
 def test_E05_the_pool_leaves_room_for_the_largest_step(caplog):
     """Under an artificial limit, with the longest chunk and the largest batch, and graphs for both."""
     share = 0.06
@@ -156,6 +157,7 @@ def test_E05_the_pool_leaves_room_for_the_largest_step(caplog):
     assert used < share * total
 
 
+@pytest.mark.alone
 def test_E05_what_does_not_fit_is_left_out(caplog, monkeypatch):
     from minisgl.engine import graphs
 
@@ -180,6 +182,7 @@ def test_seeded_tokens_equal_cpu(prompts):
     assert tokens[0] == tokens[1]
 
 
+@pytest.mark.alone
 def test_memory_returns_on_close(prompts):
     """E14"""
     torch.cuda.synchronize()
@@ -192,6 +195,7 @@ def test_memory_returns_on_close(prompts):
         assert torch.cuda.memory_allocated() == before
 
 
+@pytest.mark.alone
 def test_report(prompts, reference):
     """Write what was compared, if there is a place for it."""
     with LLM("tiny", device="cuda", dtype="float32") as llm:

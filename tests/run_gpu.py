@@ -1,0 +1,99 @@
+"""All tests that want a GPU, in several processes side by side, and one report: `python tests/run_gpu.py`.
+
+Most of their time is compilation, which is the host's. So each process takes every n-th test; those that look at the
+device's memory come last, by themselves. The report says what passed and what was not reached in time; `.ci/run`
+compares the sources with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from minisgl.benchmark.report import source_digest, write_report
+
+ROOT = Path(__file__).parent.parent
+FILES = (
+    "test_gpu.py", "test_triton.py", "test_linear.py", "test_triton_elementwise.py", "test_sampler.py",
+    "test_prepare.py", "test_flashinfer.py", "test_model.py",
+)  # fmt: skip
+KINDS = ("passed", "failed", "error", "skipped")
+
+
+def start(share: str, folder: Path, files: Sequence[str] = FILES, **variables: str) -> subprocess.Popen[bytes]:
+    """Start a process with its share of the tests, "i/n" or "alone"; what it says goes to ``folder/log.txt``."""
+    folder.mkdir(parents=True)
+    environment = os.environ | {"MINISGL_TEST_SHARE": share, **variables}
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *(f"tests/{name}" for name in files)]
+    with (folder / "log.txt").open("wb") as log:
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
+
+
+def finish(processes: list[subprocess.Popen[bytes]], end: float) -> None:
+    """Wait for them until then; who is not done is interrupted, and killed if that does not help."""
+    for stop in (None, signal.SIGINT, signal.SIGKILL):
+        for process in processes:
+            if stop is not None and process.poll() is None:
+                process.send_signal(stop)
+        limit = end if stop is None else time.monotonic() + 10
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(limit - time.monotonic(), 0.1))
+
+
+def read_log(path: Path) -> tuple[dict[str, list[str]], int]:
+    """The tests of a process by how they ended, and how many there were: from its own words, since a process that
+    crashes writes no report."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    ended: dict[str, list[str]] = {kind: [] for kind in KINDS}
+    for name, word in re.findall(r"^(tests/\S+::.*?) (PASSED|FAILED|ERROR|SKIPPED)", text, re.M):
+        ended[word.lower()].append(name)
+    selected = re.search(r"collected (\d+) items?(?: / .*?(\d+) selected)?", text)
+    return ended, int(selected[2] or selected[1]) if selected else 0
+
+
+def main() -> int:
+    """Run them; the exit status is 0 if all were reached and none failed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 1) - 4), metavar="N")
+    parser.add_argument("--seconds", type=float, default=600, help="for all (default: 600)")
+    parser.add_argument("--output", default="book/results/gpu-tests.json", metavar="FILE")
+    parser.add_argument("--logs", metavar="FOLDER", help="keep what the processes said")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("there is no CUDA device here")
+    end = time.monotonic() + args.seconds
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(args.logs or temporary)
+        shares = {f"{i}/{args.processes}": folder / f"share-{i}" for i in range(args.processes)}
+        finish([start(share, path) for share, path in shares.items()], end - 0.2 * args.seconds)
+        shares["alone"] = folder / "alone"
+        finish([start("alone", shares["alone"], OUT=str(Path(args.output).absolute().parent))], end)
+        counts, unreached = dict.fromkeys(KINDS, 0), 0
+        bad: list[str] = []
+        for path in shares.values():
+            ended, selected = read_log(path / "log.txt")
+            for kind in KINDS:
+                counts[kind] += len(ended[kind])
+            unreached += selected - sum(map(len, ended.values()))
+            bad += [*ended["failed"], *ended["error"]]
+    facts = {**counts, "not reached": unreached, "bad": sorted(bad), "source": source_digest()}
+    write_report(Path(args.output), "tests on a GPU", torch.device("cuda"), facts)
+    print(json.dumps(facts, indent=1))
+    return int(bool(bad or unreached))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
