@@ -290,6 +290,10 @@ def test_all_targets_in_one_table(
     assert report["rows"][2]["row"] == "hard, input tok/s" and report["rows"][0]["measured"] == 3.0
     detail = report["details"][options["model"]]
     assert detail["easy"]["share %"] == report["rows"][1]["share %"] and len(detail["easy"]["runs"]) == 1
+    assert "kernels" not in detail["easy"]  # its goal is reached
+    kernels = detail["hard"]["kernels"]
+    assert kernels["kind"] == "decode" and kernels["requests a step"] == SMALL.num_requests
+    assert {"QKV product", "attention", "down product"} <= {row["place"] for row in kernels["rows"]}
     assert "hard, input tok/s" in capsys.readouterr().out
     with pytest.raises(ValueError, match="gpt-9"):
         bench_all(options, targets=rows, shapes=["gpt-9"])

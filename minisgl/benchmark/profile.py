@@ -112,18 +112,9 @@ def profile(
         ValueError: so many requests of that length do not fit into the engine.
     """
     with open_bench(options, shape=shape) as bench:
-        driver = _Driver(bench, kind, batch, context, steps)
-        step_s = driver.timed()
-        events, source = _profiled(driver.run, bench.device, perfetto)
-        model, costs = bench.llm.config, bench.costs
-        floors = place_floors(model, costs.dtype_bytes, driver.shape, bench.ceilings)
-        report = {
-            **bench.facts(), "kind": kind, "context": context, "steps": driver.num_steps, "seen by": source,
-            "tokens a step": driver.shape.num_tokens, "requests a step": driver.shape.num_samples,
-            **summarise(events, steps=driver.num_steps, step_s=step_s, num_layers=model.num_layers, floors=floors),
-        }  # fmt: skip
-        num_requests = f"{driver.shape.num_samples:,.4g}"
-        print(f"a {kind} step of {num_requests} requests, context {context}, {bench.name}, seen by {source}")
+        report = profile_steps(bench, kind=kind, batch=batch, context=context, steps=steps, perfetto=perfetto)
+        num_requests = f"{report['requests a step']:,.4g}"
+        print(f"a {kind} step of {num_requests} requests, context {context}, {bench.name}, seen by {report['seen by']}")
         print(table(_printed(report["rows"])))
         print(
             f"the step takes {report['step us']:,.1f} us without the profiler; the kernels sum to "
@@ -131,8 +122,24 @@ def profile(
             f"{report['remainder us']:,.1f} us are not in the table"
         )
         if output is not None:
-            write_report(output, f"profile of a {kind} step", bench.device, report)
+            write_report(output, f"profile of a {kind} step", bench.device, {**bench.facts(), **report})
     return report
+
+
+def profile_steps(
+    bench: Bench, *, kind: Kind, batch: int, context: int, steps: int = 8, perfetto: str | None = None
+) -> dict[str, Any]:
+    """The report of `profile`, for an engine that is there already and idle; it is left idle."""
+    with _Driver(bench, kind, batch, context, steps) as driver:
+        step_s = driver.timed()
+        events, source = _profiled(driver.run, bench.device, perfetto)
+        model, costs = bench.llm.config, bench.costs
+        floors = place_floors(model, costs.dtype_bytes, driver.shape, bench.ceilings)
+        return {
+            "kind": kind, "context": context, "steps": driver.num_steps, "seen by": source,
+            "tokens a step": driver.shape.num_tokens, "requests a step": driver.shape.num_samples,
+            **summarise(events, steps=driver.num_steps, step_s=step_s, num_layers=model.num_layers, floors=floors),
+        }  # fmt: skip
 
 
 def summarise(
@@ -319,6 +326,16 @@ class _Driver:
         # Each step reads a token more of each request than the one before; those in the middle of the second round.
         length = sum(r.num_tokens for r in requests) / batch + 1.5 * steps
         self.shape = StepShape(batch, batch, decode_pairs=batch * length)
+
+    def __enter__(self) -> _Driver:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave the engine without requests."""
+        for i in range(self._num_added):
+            self._engine.abort(f"profile-{i}")
+        while self._engine.has_work:
+            self._engine.step()
 
     def run(self) -> None:
         """As many steps as are to be profiled; for prefill as many prompts as fit into so many."""

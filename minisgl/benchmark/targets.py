@@ -19,8 +19,10 @@ from typing import Any
 
 from minisgl.benchmark.ceilings import Ceilings
 from minisgl.benchmark.measure import Bench, Count, as_report, ceilings_of, engine_options, open_bench
+from minisgl.benchmark.profile import profile_steps
 from minisgl.benchmark.report import table, write_report
 from minisgl.benchmark.workload import Workload, equal_lengths, mixed_lengths
+from minisgl.config import SchedulerConfig
 from minisgl.launch import find_device
 
 logger = logging.getLogger(__name__)
@@ -144,13 +146,28 @@ def _measure_shape(
 
 
 def _measure(bench: Bench, target: Target) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The row, and its details: below the goal with the kernels of a step, that there may be no guessing why."""
     runs = bench.measure(target.workload, target.repeats)
     full = bench.row(target.name, target.workload, runs, count=target.count)
     measured = full[f"{target.count} tok/s"]
     reached = _reached(measured, full["share %"], target)
     row = _row(f"{target.name}, {target.count} tok/s", bench.name, measured, full, target, reached)
     all_runs = [{"seconds": run.seconds, "first token ms": 1e3 * statistics.median(run.first_token_s)} for run in runs]
-    return row, {**bench.facts(), target.name: {**full, "runs": all_runs}}
+    details = {**full, "runs": all_runs}
+    if target.goal is not None and measured < target.goal:
+        details["kernels"] = profile_steps(bench, **typical_step(target.workload, bench.llm.engine.scheduler.config))
+    return row, {**bench.facts(), target.name: details}
+
+
+def typical_step(workload: Workload, sizes: SchedulerConfig) -> dict[str, Any]:
+    """What most steps of a workload are, as `profile_steps` takes it: whole prompts where each request brings one
+    token, else decodes of as many requests as run together, half way through."""
+    num = workload.num_requests
+    if workload.num_output == num:
+        context = min(workload.num_input // num, sizes.max_num_batched_tokens)
+        return {"kind": "prefill", "batch": num, "context": context}
+    context = (workload.num_input + workload.num_output // 2) // num
+    return {"kind": "decode", "batch": min(num, sizes.max_running), "context": context}
 
 
 def _row(
