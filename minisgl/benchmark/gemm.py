@@ -153,7 +153,7 @@ def _whole(block_n: int, block_k: int, depth: int, num_warps: int = 4) -> Linear
     return LinearPath("dot", block_n=block_n, block_k=block_k, depth=depth, num_warps=num_warps)
 
 
-class _Case:
+class ProductCase:
     """Tensors of one product, for any number of tokens up to `MAX_TOKENS`."""
 
     def __init__(self, product: Product, device: torch.device, dtype: torch.dtype) -> None:
@@ -259,17 +259,17 @@ def bench_gemm(
     rows: list[dict[str, Any]] = []
     all_products = [product for shape in shapes for product in products(shape, SHAPES[shape])]
     for product in all_products:
-        case = _Case(product, device, dtype)
+        case = ProductCase(product, device, dtype)
         floor_s = product.n * product.k * dtype.itemsize / read
         chosen = paths.setdefault(name, {}).setdefault((product.n, product.k), {})
-        right = _tried(case, buckets, max_candidates, num_threads)
+        right = right_paths(case, buckets, max_candidates, num_threads)
         for m in buckets:
             path, best_s, cublas_s = _fastest(case, m, right[m])
             chosen[m] = path
             rows.append(
                 {
                     "model": product.model, "product": f"{product.place} {product.n}x{product.k}", "kind": product.kind,
-                    "tokens": m, "path": _text(path), "us": best_s * 1e6, "cuBLAS us": cublas_s * 1e6,
+                    "tokens": m, "path": describe(path), "us": best_s * 1e6, "cuBLAS us": cublas_s * 1e6,
                     "floor us": floor_s * 1e6, "share %": 100 * floor_s / best_s, "cuBLAS %": 100 * floor_s / cublas_s,
                 }
             )  # fmt: skip
@@ -337,7 +337,9 @@ def _chain(
     return {"model": model, "tokens": num_tokens, **us, "floor us": floor_us, "share %": 100 * floor_us / us["us"]}
 
 
-def _tried(case: _Case, buckets: Sequence[int], max_candidates: int, num_threads: int) -> dict[int, list[LinearPath]]:
+def right_paths(
+    case: ProductCase, buckets: Sequence[int], max_candidates: int, num_threads: int
+) -> dict[int, list[LinearPath]]:
     """For each number of tokens, candidates that compile, fit the device and give the right numbers."""
     trials = [(m, path) for m in buckets for path in _paths(case.product, m, max_candidates)]
 
@@ -357,7 +359,7 @@ def _tried(case: _Case, buckets: Sequence[int], max_candidates: int, num_threads
         if not isinstance(found, str) and found <= MAX_ERROR:
             right[m].append(path)
         else:
-            print(f"left out, {m} tokens: {_text(path)}: {found}")
+            print(f"left out, {m} tokens: {describe(path)}: {found}")
     return right
 
 
@@ -371,7 +373,7 @@ def _paths(product: Product, num_tokens: int, max_candidates: int) -> list[Linea
     return paths
 
 
-def _fastest(case: _Case, num_tokens: int, paths: Sequence[LinearPath]) -> tuple[LinearPath, float, float]:
+def _fastest(case: ProductCase, num_tokens: int, paths: Sequence[LinearPath]) -> tuple[LinearPath, float, float]:
     """The fastest path, its seconds, and those of cuBLAS. The two best are measured again, for longer: the lowest of
     many measurements is one that was lucky."""
     run_s = 0.004 if case.device.type == "cuda" else 0.0
@@ -382,7 +384,8 @@ def _fastest(case: _Case, num_tokens: int, paths: Sequence[LinearPath]) -> tuple
     return path, again[path], again[CUBLAS]
 
 
-def _text(path: LinearPath) -> str:
+def describe(path: LinearPath) -> str:
+    """For tables."""
     if path.kind == "cublas":
         return "cublas"
     split = f" / {path.split}" if path.split > 1 else ""

@@ -130,7 +130,7 @@ def profile_steps(
     bench: Bench, *, kind: Kind, batch: int, context: int, steps: int = 8, perfetto: str | None = None
 ) -> dict[str, Any]:
     """The report of `profile`, for an engine that is there already and idle; it is left idle."""
-    with _Driver(bench, kind, batch, context, steps) as driver:
+    with StepDriver(bench, kind, batch, context, steps) as driver:
         step_s = driver.timed()
         events, source = _profiled(driver.run, bench.device, perfetto)
         model, costs = bench.llm.config, bench.costs
@@ -286,7 +286,7 @@ def read_trace(path: str | Path, *, cuda: bool) -> list[Event]:
     return [Event(str(e["name"]), float(e["ts"]), max(us, 0.0)) for e, us in zip(found, own, strict=True)]
 
 
-class _Driver:
+class StepDriver:
     """Makes an engine do steps of one kind, over and over.
 
     Attributes:
@@ -327,7 +327,7 @@ class _Driver:
         length = sum(r.num_tokens for r in requests) / batch + 1.5 * steps
         self.shape = StepShape(batch, batch, decode_pairs=batch * length)
 
-    def __enter__(self) -> _Driver:
+    def __enter__(self) -> StepDriver:
         return self
 
     def __exit__(self, *_: object) -> None:
