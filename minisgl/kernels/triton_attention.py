@@ -551,7 +551,8 @@ def lay_out(
     num_kv_heads: int,
     page_size: int,
 ) -> DecodePlan:
-    """Share the decodes of a step, on the device.
+    """Share the decodes of a step, on the device. In a model other kernels come between this and `decode_attention`, so
+    that what it has written is seen there without waiting.
 
     Args:
         seq_lens: ``[R]`` int32.

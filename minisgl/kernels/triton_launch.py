@@ -6,8 +6,9 @@ come to the multiprocessors as soon as those of this one have all begun; there t
 writes (weights), then wait. Three rules make that safe:
 
 - Before `wait_for_previous` a program touches nothing that a kernel of the step writes or reads later: no activations,
-  no outputs. What the step is prepared with (lengths, page table, plan of the decodes) is there for all layers, since
-  the kernel that makes the last of it, the plan, does not let the next one begin.
+  no outputs. What the step is prepared with (lengths, page table, plan of the decodes) is there for all layers: the
+  kernel that makes the last of it, the plan, does not let the next one begin, and behind it comes one that knows
+  nothing of this (the gathering of embeddings), which waits until all is written.
 - *Every* program of *every* kernel waits, also one that has nothing to do. It waits until the kernel just before has
   ended with all that it wrote; what lies further back has ended only because that one had waited in its turn.
 - A kernel that knows nothing of this (cuBLAS, a copy) may stand between: it begins when the one before has ended, and
