@@ -162,14 +162,16 @@ def last_to_first() -> Iterator[None]:
     st.integers(1, 12),
     st.sampled_from([1, 2]),
     st.sampled_from([NEVER, 0, 2, ALWAYS]),
+    st.sampled_from([0, 1, 3]),
 )
 def test_any_lengths_over_any_number_of_programs_in_either_order(
-    lengths: list[int], num_programs: int, heads: int, patience: int
+    lengths: list[int], num_programs: int, heads: int, patience: int, item_cost: int
 ) -> None:
     step = Step([1] * len(lengths), [n - 1 for n in lengths])
-    step.check(decode(step, num_programs=num_programs, heads=heads, block_rows=16, patience=patience))
+    options = dict(num_programs=num_programs, heads=heads, block_rows=16, patience=patience, item_cost=item_cost)
+    step.check(decode(step, **options))
     with last_to_first():
-        step.check(decode(step, num_programs=num_programs, heads=heads, block_rows=16, patience=patience))
+        step.check(decode(step, **options))
 
 
 @pytest.mark.parametrize("num_programs", [1, 4, 30])
@@ -190,7 +192,7 @@ def test_padding_at_the_end_gets_zeros_from_many_programs(
 def test_padding_is_no_part_of_the_line() -> None:
     """Each padding request would be an item or two, which costs something however short it is, and all of them, at the
     line's end, would be one program's."""
-    options = DecodeOptions(heads=1, block_rows=16, each=1, patience=NEVER)
+    options = DecodeOptions(heads=1, block_rows=16, each=1, patience=NEVER, item_cost=0)
     without = records_of([50, 5], options, 4)
     assert records_of([50, 5], options, 4, num_padding=40) == without and {r[9] for r in without} == {2}
     nothing = records_of([], options, 4, num_padding=3)
@@ -212,7 +214,7 @@ def records_of(
 def test_a_record_says_what_a_program_begins_and_ends_with() -> None:
     """First item, its token, its length and the token's page; last item and the token where it ends; the programs that
     share the first item, and the last of those that share the last one; how many requests are real."""
-    options, open_end = DecodeOptions(heads=1, block_rows=16, each=1, patience=NEVER), 2**31 - 1
+    options, open_end = DecodeOptions(heads=1, block_rows=16, each=1, patience=NEVER, item_cost=0), 2**31 - 1
     records = records_of([50, 5], options, 4)  # of 4, 4, 1 and 1 blocks: stretches of 3
     assert records[0][:6] == [0, 0, 50, 1, 0, 48] and records[0][8] == 1
     assert records[1] == [0, 48, 50, 4, 1, 32, 0, 1, 2, 2]
@@ -221,6 +223,28 @@ def test_a_record_says_what_a_program_begins_and_ends_with() -> None:
     records = records_of([1], options, 3)  # two heads' blocks for three programs
     assert records[0][:6] == [0, 0, 1, 1, 0, open_end] and records[1][:6] == [1, 0, 1, 1, 1, open_end]
     assert records[2][0] > records[2][4]
+
+
+def test_an_item_costs_something_beside_its_blocks() -> None:
+    """A block of 16 tokens for each: 2 x 64 short items and two long ones, shared by 8 programs."""
+    lengths, most = [16] * 64 + [1024], {}
+    for item_cost in (0, 1, 3):
+        options = DecodeOptions(heads=1, block_rows=16, each=1, patience=NEVER, item_cost=item_cost)
+        records = records_of(lengths, options, 8)
+        whole = [set(range(r[0] + (r[1] > 0), r[4] + 1)) for r in records]
+        most[item_cost] = max(map(len, whole))
+        assert sorted(item for items in whole for item in items) == sorted({*range(130)})
+    assert most == {0: 32, 1: 25, 3: 21}
+
+
+def test_what_an_item_costs_begins_with_the_program_that_has_its_first_block() -> None:
+    options, open_end = DecodeOptions(heads=1, block_rows=16, each=1, patience=NEVER, item_cost=2), 2**31 - 1
+    records = records_of([32], options, 4)  # 2 + 2 and 2 + 2: stretches of 2
+    assert records[0][0] > records[0][4] and records[2][0] > records[2][4], "nothing but cost: left to the next"
+    assert records[1][:6] == [0, 0, 32, 1, 0, open_end] and records[3][:6] == [1, 0, 32, 1, 1, open_end]
+    records = records_of([48], options, 5)  # 2 + 3 and 2 + 3: borders at 2, 4, 6, 8
+    assert records[1][:6] == [0, 0, 48, 1, 0, 32] and records[1][8] == 2
+    assert records[2][:8] == [0, 32, 48, 3, 0, open_end, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -236,7 +260,7 @@ def test_a_record_says_what_a_program_begins_and_ends_with() -> None:
 def test_items_stay_whole_where_that_takes_hardly_longer(
     lengths: list[int], num_programs: int, each: int, patience: int, is_whole: bool
 ) -> None:
-    options = DecodeOptions(heads=1, block_rows=16, each=each, patience=patience)
+    options = DecodeOptions(heads=1, block_rows=16, each=each, patience=patience, item_cost=0)
     records = [record for record in records_of(lengths, options, num_programs) if record[0] <= record[4]]
     assert all(record[1] == 0 for record in records) == is_whole
     if is_whole:
@@ -245,7 +269,7 @@ def test_items_stay_whole_where_that_takes_hardly_longer(
 
 
 def test_whole_items_are_shared_by_the_border_nearest_to_an_equal_stretch() -> None:
-    options = DecodeOptions(heads=1, block_rows=16, each=1, patience=ALWAYS)
+    options = DecodeOptions(heads=1, block_rows=16, each=1, patience=ALWAYS, item_cost=0)
     records = records_of([64] * 4, options, 7)  # items of 4 blocks, stretches of 5: borders at 0, 4, 12, 16, 20, ..
     assert [(r[0], r[4]) for r in records if r[0] <= r[4]] == [(0, 0), (1, 2), (3, 3), (4, 4), (5, 5), (6, 7)]
 

@@ -118,6 +118,7 @@ def attention_variants(default: DecodeOptions, num_kv_heads: int) -> list[Decode
         {"each": 1}, {"each": 1, "num_stages": 4}, {"each": 1, "block_rows": 128, "num_warps": 8}, {"each": 2},
         {"each": 4, "block_rows": 32, "num_warps": 2}, {"num_stages": 2}, {"block_rows": 128, "num_stages": 2},
         {"ahead": 0}, {"ahead": 1}, {"ahead": 2}, {"ahead": 4}, {"patience": 0}, {"patience": 8},
+        {"item_cost": 0}, {"item_cost": 2}, {"item_cost": 4},
         *({"heads": heads} for heads in (1, 2, 4, 8) if num_kv_heads % heads == 0),
     ]  # fmt: skip
     found = [replace(default, **change) for change in changes]
@@ -154,7 +155,8 @@ def tune_attention(step: Step, bench: Bench, batch: int) -> Iterator[dict[str, A
 
     _, tried = climb(default, attention_variants(default, config.num_kv_heads), seconds)
     for options, took, is_kept in tried:
-        name = f"{describe_attention(options)}, {options.ahead} ahead, patience {options.patience}"
+        more = f"{options.ahead} ahead, patience {options.patience}, item cost {options.item_cost}"
+        name = f"{describe_attention(options)}, {more}"
         yield {"part": "attention", "variant": name, "us": 1e6 * took, "kept": is_kept}
 
 

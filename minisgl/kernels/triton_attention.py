@@ -9,7 +9,8 @@ heads that share a KV head are rows of one tile: K and V are read once for all o
 
 Decoding reads each K and V once and computes little: it is as fast as memory if every multiprocessor reads all the
 time. So the work is cut by bytes, not by requests. The blocks of all requests, once for each set of KV heads, lie in
-one *line*; a fixed number of programs, as many as the device can run at once, take equal stretches of it:
+one *line*, with a little before each of them for what takes time but reads nothing; a fixed number of programs, as many
+as the device can run at once, take equal stretches of it:
 
     requests and heads   | request 0, heads 0 | request 0, heads 1 | request 1, heads 0 | request 1, heads 1 |
     programs             |      0       |      1       |      2       |      3       |      4       |    5   |
@@ -188,32 +189,40 @@ def _prefill_kernel(
 
 
 @triton.jit
-def _find_block(line, num_requests, place, NUM_SETS: tl.constexpr, BLOCK_R: tl.constexpr, BITS: tl.constexpr):
-    """Which block lies at ``place`` of the line: its item (request * NUM_SETS + set), its number within the item, and
-    the item's number of blocks. At the line's end: block 0 behind the last item, also where there is none."""
+def _find_block(
+    line, num_requests, place, item_cost, NUM_SETS: tl.constexpr, BLOCK_R: tl.constexpr, BITS: tl.constexpr
+):
+    """What lies at ``place`` of the line: the item (request * NUM_SETS + set), the block's number, where the item's first
+    block lies, and how many it has. An item begins with its fixed cost: that counts as block 0. At the line's end:
+    block 0 behind the last item, also where there is none."""
     request = tl.zeros_like(place)  # the last that begins at or before the place, found by halving
     for bit in tl.static_range(BITS):
         middle = request + (BLOCK_R >> (bit + 1))
         begins = tl.load(line + middle, mask=middle < num_requests, other=2147483647) * NUM_SETS
         request = tl.where((middle < num_requests) & (begins <= place), middle, request)
     begin = tl.load(line + request)
-    num_blocks = tl.maximum(tl.load(line + request + 1) - begin, 1)
+    size = tl.maximum(tl.load(line + request + 1) - begin, 1)
     within = place - begin * NUM_SETS
-    return request * NUM_SETS + within // num_blocks, within % num_blocks, num_blocks
+    offset = within % size
+    block = tl.maximum(offset - item_cost, 0)
+    return request * NUM_SETS + within // size, block, place - offset + item_cost, size - item_cost
 
 
 @triton.jit
-def _whole_border(line, num_requests, place, NUM_SETS: tl.constexpr, BLOCK_R: tl.constexpr, BITS: tl.constexpr):
+def _whole_border(
+    line, num_requests, place, item_cost, NUM_SETS: tl.constexpr, BLOCK_R: tl.constexpr, BITS: tl.constexpr
+):
     """The border between items that is nearest to ``place``: the item behind it, and its own place."""
-    item, block, num_blocks = _find_block(line, num_requests, place, NUM_SETS, BLOCK_R, BITS)
-    up = 2 * block >= num_blocks
-    return tl.where(up, item + 1, item), place - block + tl.where(up, num_blocks, 0)
+    item, _, first, num_blocks = _find_block(line, num_requests, place, item_cost, NUM_SETS, BLOCK_R, BITS)
+    begin, end = first - item_cost, first + num_blocks
+    up = 2 * place >= begin + end
+    return tl.where(up, item + 1, item), tl.where(up, end, begin)
 
 
 @triton.jit(do_not_specialize=["num_requests"])
 def _plan_kernel(
     seq_lens, page_table, line, plan, num_requests, table_stride, num_programs, num_multiprocessors, patience,
-    NUM_SETS: tl.constexpr, BLOCK_K: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    item_cost, NUM_SETS: tl.constexpr, BLOCK_K: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_R: tl.constexpr, BITS: tl.constexpr, BLOCK_P: tl.constexpr, RECORD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The record of each program of a decode step. One program. It lets nobody begin before it ends: so in all layers
@@ -229,28 +238,31 @@ def _plan_kernel(
     there = each < num_requests
     # A request without tokens among the others has a block all the same: somebody must write its zeros.
     blocks = tl.where(there, tl.maximum(tl.cdiv(lengths, BLOCK_K), 1), 0)
-    tl.store(line + 1 + each, tl.cumsum(blocks, axis=0), mask=there)
+    sizes = tl.where(there, blocks + item_cost, 0)
+    tl.store(line + 1 + each, tl.cumsum(sizes, axis=0), mask=there)
     tl.store(line, 0)
     tl.debug_barrier()  # what some threads stored, all shall read
-    num_blocks, num_items = tl.sum(blocks, axis=0) * NUM_SETS, num_requests * NUM_SETS
+    end, num_items = tl.sum(sizes, axis=0) * NUM_SETS, num_requests * NUM_SETS
     programs = tl.arange(0, BLOCK_P)
 
     # Equal stretches.
-    share = tl.maximum(tl.cdiv(num_blocks, num_programs), 1)
-    place, next_place = tl.minimum(programs * share, num_blocks), tl.minimum((programs + 1) * share, num_blocks)
-    item, block, size = _find_block(line, num_requests, place, NUM_SETS, BLOCK_R, BITS)
-    next_item, next_block, next_size = _find_block(line, num_requests, next_place, NUM_SETS, BLOCK_R, BITS)
+    share = tl.maximum(tl.cdiv(end, num_programs), 1)
+    place, next_place = tl.minimum(programs * share, end), tl.minimum((programs + 1) * share, end)
+    item, block, first, size = _find_block(line, num_requests, place, item_cost, NUM_SETS, BLOCK_R, BITS)
+    next_item, next_block, next_first, next_size = _find_block(
+        line, num_requests, next_place, item_cost, NUM_SETS, BLOCK_R, BITS
+    )
     # Who has the first and the last block of the item that a stretch cuts in its begin, or the last of that in its end.
-    first_of_first, last_of_first = (place - block) // share, (place - block + size - 1) // share
-    last_of_last = (next_place - next_block + next_size - 1) // share
+    first_of_first, last_of_first = first // share, (first + size - 1) // share
+    last_of_last = (next_first + next_size - 1) // share
     # Whole items: how much has the busiest multiprocessor to read, and how much would it be if all had the same?
     width = tl.maximum(tl.minimum(num_programs, num_items), 1)
-    target = tl.cdiv(num_blocks, width)
-    place, next_place = tl.minimum(programs * target, num_blocks), tl.minimum((programs + 1) * target, num_blocks)
-    whole, place = _whole_border(line, num_requests, place, NUM_SETS, BLOCK_R, BITS)
-    next_whole, next_place = _whole_border(line, num_requests, next_place, NUM_SETS, BLOCK_R, BITS)
+    target = tl.cdiv(end, width)
+    place, next_place = tl.minimum(programs * target, end), tl.minimum((programs + 1) * target, end)
+    whole, place = _whole_border(line, num_requests, place, item_cost, NUM_SETS, BLOCK_R, BITS)
+    next_whole, next_place = _whole_border(line, num_requests, next_place, item_cost, NUM_SETS, BLOCK_R, BITS)
     most = tl.max(next_place - place, axis=0) * tl.cdiv(width, num_multiprocessors)
-    if most <= tl.cdiv(num_blocks, num_multiprocessors) + patience:
+    if most <= tl.cdiv(end, num_multiprocessors) + patience:
         item, block, next_item, next_block = whole, block * 0, next_whole, next_block * 0
 
     last = tl.where(next_block > 0, next_item, next_item - 1)
@@ -512,6 +524,7 @@ class DecodeOptions:
         num_stages: see `prefill_attention`.
         each: programs that run on a multiprocessor at once.
         patience: blocks. So much more may the busiest multiprocessor read, if then no item is cut.
+        item_cost: blocks. What an item takes beside its own: its queries, its end, an empty pipeline.
         ahead: blocks that a program brings into L2 before it waits, a power of 2 or 0. Where the device can.
     """
 
@@ -521,6 +534,7 @@ class DecodeOptions:
     num_stages: int = 3
     each: int = 2
     patience: int = 2
+    item_cost: int = 1
     ahead: int = 0
 
     @property
@@ -567,7 +581,7 @@ def lay_out(
     block_r = _block_r(num_requests)
     _plan_kernel[1,](
         seq_lens, page_table, line, records, num_requests, page_table.stride(0),
-        num_programs, max(1, num_programs // options.each), options.patience,
+        num_programs, max(1, num_programs // options.each), options.patience, options.item_cost,
         NUM_SETS=num_kv_heads // options.heads, BLOCK_K=options.block_k, PAGE_SIZE=page_size,
         BLOCK_R=block_r, BITS=block_r.bit_length() - 1, BLOCK_P=triton.next_power_of_2(num_programs), RECORD=_RECORD,
         **pdl_options(seq_lens.device),
