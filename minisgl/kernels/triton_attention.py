@@ -192,7 +192,7 @@ def _prefill_kernel(
 def _find_block(
     line, num_requests, place, item_cost, NUM_SETS: tl.constexpr, BLOCK_R: tl.constexpr, BITS: tl.constexpr
 ):
-    """What lies at ``place`` of the line: the item (request * NUM_SETS + set), the block's number, where the item's first
+    """What lies at ``place`` of the line: the item (request * NUM_SETS + set), the number of its block, where its first
     block lies, and how many it has. An item begins with its fixed cost: that counts as block 0. At the line's end:
     block 0 behind the last item, also where there is none."""
     request = tl.zeros_like(place)  # the last that begins at or before the place, found by halving
