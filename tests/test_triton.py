@@ -25,14 +25,8 @@ from minisgl.benchmark.tune_decode import ALTERED, altered
 from minisgl.engine.attention import AttentionShape, load_attention
 from minisgl.engine.attention.triton_backend import TritonAttention
 from minisgl.forward import ForwardBatch
-from minisgl.kernels.triton_attention import (
-    DecodeOptions,
-    DecodePlan,
-    choose_options,
-    decode_attention,
-    lay_out,
-    prefill_attention,
-)
+from minisgl.kernels.triton_attention import decode_attention, prefill_attention
+from minisgl.kernels.triton_line import DecodeOptions, DecodePlan, choose_options, lay_out
 
 pytestmark = MARKS
 # Rounding of the result (half a unit in the last place), and of the weights before they meet V.
@@ -454,7 +448,7 @@ def test_greedy_tokens_equal_those_of_the_torch_backend(page_size: int) -> None:
 # -- compilation --
 
 COMPILE = """
-from minisgl.kernels import triton_attention
+from minisgl.kernels import triton_attention, triton_line
 
 TYPES |= dict.fromkeys(["plan"], "*i32")
 heads = dict(NUM_KV_HEADS=8, GROUP=3, HEAD_DIM=80)
@@ -475,7 +469,7 @@ loop = max(ptx.split("$L__BB"), key=lambda block: block.count("mma.sync"))
 assert "cp.async.cg" in loop and "shared" not in loop.replace("cp.async.cg.shared", "").replace(".shared.b16", "")
 assert loop.count("bar.sync") == 2, "warps wait for one another where the pipeline hands out a tile, and nowhere else"
 line = dict(NUM_SETS=2, BLOCK_K=16, PAGE_SIZE=64, BLOCK_R=8, BITS=3, BLOCK_P=16, RECORD=16, PDL=True)
-check(triton_attention._plan_kernel, **line, next_waits=True)  # so that no layer's attention has to wait for it
+check(triton_line._plan_kernel, **line, next_waits=True)  # so that no layer's attention has to wait for it
 """
 
 

@@ -16,7 +16,7 @@ from minisgl.benchmark.gemm import Product
 from minisgl.benchmark.measure import Bench
 from minisgl.benchmark.tune_step import attention_variants, climb, paths_of, tune_attention, tune_product, tune_step
 from minisgl.engine.attention import triton_backend
-from minisgl.kernels.triton_attention import DecodeOptions, choose_options
+from minisgl.kernels.triton_line import DecodeOptions, choose_options
 from minisgl.kernels.triton_linear import LinearPath
 
 SIZES: dict[str, Any] = dict(device="cpu", max_running=4, max_model_len=64, page_size=16, num_pages=24)

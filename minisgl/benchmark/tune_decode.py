@@ -35,7 +35,8 @@ from minisgl.benchmark.timing import time_calls
 from minisgl.engine.attention.torch_backend import attend
 from minisgl.engine.attention.triton_backend import PROGRAMS_EACH
 from minisgl.kernels import triton_attention
-from minisgl.kernels.triton_attention import DecodeOptions, DecodePlan, choose_options, lay_out, prefill_attention
+from minisgl.kernels.triton_attention import prefill_attention
+from minisgl.kernels.triton_line import DecodeOptions, DecodePlan, choose_options, lay_out
 
 NAN = float("nan")
 NUM_KV_HEADS, HEAD_DIM, SCALE = 8, 128, 128**-0.5

@@ -28,7 +28,7 @@ from minisgl.benchmark.tune_decode import describe as describe_attention
 from minisgl.benchmark.tune_decode import fits
 from minisgl.engine.attention import triton_backend
 from minisgl.engine.graphs import GraphCapture, Graphs
-from minisgl.kernels.triton_attention import DecodeOptions, choose_options
+from minisgl.kernels.triton_line import DecodeOptions, choose_options
 from minisgl.kernels.triton_linear import BUCKETS, MAX_TOKENS, LinearPath, read_table, table_as_json
 
 NOISE = 0.006

@@ -14,13 +14,8 @@ from torch import Tensor
 
 from minisgl.engine.attention.choice import AttentionShape
 from minisgl.forward import ForwardBatch
-from minisgl.kernels.triton_attention import (
-    DecodePlan,
-    choose_options,
-    decode_attention,
-    lay_out,
-    prefill_attention,
-)
+from minisgl.kernels.triton_attention import decode_attention, prefill_attention
+from minisgl.kernels.triton_line import DecodePlan, choose_options, lay_out
 
 # Programs of a decode step for each multiprocessor: as many as run there at once.
 PROGRAMS_EACH = 2
