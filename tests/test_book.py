@@ -70,20 +70,20 @@ def test_paths_exist(where, path):
     assert (ROOT / path).exists()
 
 
-def options(parser):
-    """The option strings of each subcommand of an argparse parser."""
+def options(parser, words):
+    """The option strings of the subcommand of an argparse parser that the words name, however deep."""
     for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            return {name: set(sub._option_string_actions) for name, sub in action.choices.items()}
-    return {}
+        if isinstance(action, argparse._SubParsersAction) and words and words[0] in action.choices:
+            return options(action.choices[words[0]], words[1:])
+    return set(parser._option_string_actions)
 
 
 @pytest.mark.parametrize(("where", "line"), found(r"\bminisgl ((?:[a-z]+)(?: [^\n`&|]*)?--[^\n`&|]*)"))
 def test_command_line_flags_exist(where, line):
     cli = pytest.importorskip("minisgl.cli")
-    command, *words = line.split()
+    words = line.split()
     flags = {word.split("=")[0] for word in words if word.startswith("--")}
-    assert flags <= options(cli._parser())[command]
+    assert flags <= options(cli._parser(), words)
 
 
 def test_listings_are_taken_by_name():
