@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,15 @@ from minisgl.benchmark import tune_step as module
 from minisgl.benchmark.ceilings import Ceilings
 from minisgl.benchmark.gemm import Product
 from minisgl.benchmark.measure import Bench
-from minisgl.benchmark.tune_step import attention_variants, climb, paths_of, tune_attention, tune_product, tune_step
+from minisgl.benchmark.tune_step import (
+    Step,
+    attention_variants,
+    climb,
+    paths_of,
+    tune_attention,
+    tune_product,
+    tune_step,
+)
 from minisgl.engine.attention import triton_backend
 from minisgl.kernels.triton_line import DecodeOptions, choose_options
 from minisgl.kernels.triton_linear import LinearPath
@@ -31,22 +40,25 @@ def test_only_what_gains_twice_is_kept() -> None:
     assert all(next(rest, None) is None for rest in times.values())
 
 
-class FakeStep:
-    """Notes what is in place whenever it is timed."""
+class FakeStep(Step):
+    """Notes what is in place whenever it is timed. A time of 0: the device cannot run it."""
 
-    def __init__(self, look: Any, times: list[float]) -> None:
+    def __init__(self, look: Callable[[], Any], times: list[float]) -> None:
         self.look, self.times, self.seen = look, iter(times), []
 
     def seconds(self) -> float:
         self.seen.append(self.look())
-        return next(self.times)
+        found = next(self.times)
+        if found == 0:
+            raise RuntimeError("out of resource: shared memory\nReduce it")
+        return found
 
 
 @pytest.mark.parametrize("is_measured", [True, False])
 def test_a_product_keeps_what_made_the_step_faster(is_measured: bool) -> None:
     old = LinearPath("gemv", block_n=2, block_k=64)
     paths: module.Paths = {(48, 32): {2: old}} if is_measured else {}
-    step: Any = FakeStep(lambda: paths[48, 32].get(2), [3, 3, 2, 2, 4, 4, 4])
+    step = FakeStep(lambda: paths[48, 32].get(2), [3, 3, 2, 2, 4, 4, 4])
     rows = list(tune_product(step, Product("small", "o", 48, 32, "add", 1), paths, 2, 3))
     assert [row["kept"] for row in rows][:2] == [True, True] and rows[0]["variant"] == "as it is"
     assert len(rows) >= 3 and not any(row["kept"] for row in rows[2:])
@@ -54,10 +66,20 @@ def test_a_product_keeps_what_made_the_step_faster(is_measured: bool) -> None:
     assert kept == step.seen[2] == step.seen[3] != old and step.seen[:2] == ([old, old] if is_measured else [None] * 2)
 
 
+def test_what_the_device_cannot_run_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    paths: module.Paths = {}
+    step = FakeStep(lambda: paths[48, 32].get(2), [3, 3, 0, 2, 2, 4])
+    rows = list(tune_product(step, Product("small", "o", 48, 32, "add", 1), paths, 2, 3))
+    assert [row["kept"] for row in rows] == [True, False, True, False] and rows[1]["us"] == float("inf")
+    assert paths[48, 32][2] == step.seen[3]
+    out = capsys.readouterr().out
+    assert f"left out: {rows[1]['variant']}: ['out of resource: shared memory']" in out
+
+
 def test_attention_is_what_it_was_when_all_has_been_tried() -> None:
     with LLM("tiny", attention="triton", **SIZES) as llm:
         bench = Bench(llm, "tiny", Ceilings(1e10, 1e10, 1e10, 1e-6, "float32"))
-        step: Any = FakeStep(lambda: triton_backend.choose_options(3), [2.0] * 99)
+        step = FakeStep(lambda: triton_backend.choose_options(3), [2.0] * 99)
         rows = list(tune_attention(step, bench, 3))
     assert triton_backend.choose_options is choose_options
     assert len(rows) > 5 and len(set(step.seen)) == len(rows) and sum(row["kept"] for row in rows) == 1

@@ -61,6 +61,7 @@ ALTERED: dict[str, dict[str, str]] = {
     },
     "no merge": {"if num_before == last - first:": "if num_before < 0:"},
     "no pieces": {"if (start == 0) & (stop == length):": "if stop >= 0:"},
+    "Q before K and V": {"there = q_mask & (token + tl.zeros_like(rows) < stop)[:, None]": "there = q_mask"},
     "page not in the record": {
         _FIRST_PAGES: "pages = _find_pages(page_row, start, places, stop, PAGE_SIZE, BLOCK_K)\n"
     },
@@ -96,9 +97,8 @@ def describe(options: DecodeOptions) -> str:
 
 def fits(options: DecodeOptions) -> bool:
     """Whether all programs run at once, as far as shared memory goes: of a program's stages all but one are in memory
-    at a time, and Q once for each warp."""
-    rows = (options.num_stages - 1) * 2 * options.block_rows + 16 * options.num_warps
-    program_bytes = 2 * rows * HEAD_DIM + (4 << 10)
+    at a time."""
+    program_bytes = (options.num_stages - 1) * 2 * (2 * options.block_rows + 16) * HEAD_DIM + (4 << 10)
     return options.each * (program_bytes + 1024) <= _SHARED_BYTES
 
 

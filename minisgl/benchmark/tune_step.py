@@ -86,6 +86,14 @@ class Step:
         with StepDriver(self._bench, "decode", self._batch, self._context, self._steps) as driver:
             return min(driver.timed(), driver.timed())
 
+    def seconds_if_it_fits(self, variant: str) -> float:
+        """The same; infinite, and said so, if the device cannot run what the kernels are now."""
+        try:
+            return self.seconds()
+        except Exception as error:  # Triton has many ways to say that something does not fit
+            print(f"left out: {variant}: {str(error).splitlines()[:1]}")
+            return float("inf")
+
 
 def tune_product(
     step: Step, product: Product, paths: Paths, batch: int, max_candidates: int
@@ -97,19 +105,22 @@ def tune_product(
     of_shape = paths.setdefault((product.n, product.k), {})
     before = of_shape.get(bucket)
 
+    def path_name(path: LinearPath | None) -> str:
+        return "as it is" if path is before or path is None else describe(path)
+
     def seconds(path: LinearPath | None) -> float:
         of_shape.pop(bucket, None)
         if path is not None:  # None: what is used where nothing was measured
             of_shape[bucket] = path
-        return step.seconds()
+        return step.seconds_if_it_fits(path_name(path))
 
     best, tried = climb(before, [path for path in right if path != before], seconds)
     of_shape.pop(bucket, None)
     if best is not None:
         of_shape[bucket] = best
     for path, took, is_kept in tried:
-        name = "as it is" if path is before else describe(cast(LinearPath, path))
-        yield {"part": f"{product.place} {product.n}x{product.k}", "variant": name, "us": 1e6 * took, "kept": is_kept}
+        row = {"part": f"{product.place} {product.n}x{product.k}", "variant": path_name(path)}
+        yield {**row, "us": 1e6 * took, "kept": is_kept}
 
 
 def attention_variants(default: DecodeOptions, num_kv_heads: int) -> list[DecodeOptions]:
@@ -147,11 +158,7 @@ def tune_attention(step: Step, bench: Bench, batch: int) -> Iterator[dict[str, A
 
     def seconds(options: DecodeOptions) -> float:
         with _attention(options):
-            try:
-                return step.seconds()
-            except Exception as error:  # Triton has many ways to say that something does not fit
-                print(f"left out: {describe_attention(options)}: {str(error).splitlines()[:1]}")
-                return float("inf")
+            return step.seconds_if_it_fits(describe_attention(options))
 
     _, tried = climb(default, attention_variants(default, config.num_kv_heads), seconds)
     for options, took, is_kept in tried:

@@ -30,7 +30,6 @@ from minisgl.kernels.triton_line import MIN_ROWS, RECORD, DecodePlan, block_r, b
 # Of a piece's weight, side by side: so it is read by the threads that have the piece. With one copy the compiler takes
 # others, and brings them together through shared memory, piece by piece.
 _COPIES = 4
-_LEAST = -1e30  # less than any score, but a number
 _LOG2_E = math.log2(math.e)  # weights are powers of 2, which the hardware has an instruction for
 
 
@@ -83,32 +82,6 @@ def _absorb(q, k, v, sees, scale, peak, acc, MASKED: tl.constexpr, WIDEN: tl.con
     shrink = tl.exp2(peak - new_peak)
     acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
     return new_peak, acc, weights, shrink
-
-
-@triton.jit
-def _absorb_parts(q, k, v, sees, scale, peak, acc, WIDEN: tl.constexpr):
-    """`_absorb` with one more dimension in front, of parts that each have their own softmax. A part may see nothing, so
-    ``peak`` begins with a number instead of minus infinity."""
-    if WIDEN:
-        q, k, v = q.to(tl.float32), k.to(tl.float32), v.to(tl.float32)
-    scores = tl.dot(q, tl.permute(k, (0, 2, 1)), input_precision="ieee") * scale
-    scores = tl.where(sees, scores, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(scores, axis=2))
-    weights = tl.exp2(scores - new_peak[:, :, None])
-    shrink = tl.exp2(peak - new_peak)
-    acc = acc * shrink[:, :, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-    return new_peak, acc, weights, shrink
-
-
-@triton.jit
-def _sum_of_parts(parts, COUNT: tl.constexpr, LOG2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """``[COUNT, ROWS, COLUMNS]``, a part a warp, to ``[ROWS, COLUMNS]``. ``tl.sum`` would move each number through
-    shared memory by itself, and shuffle it; here all parts of a number come to one thread, at once."""
-    parts = tl.permute(parts, (1, 2, 0))
-    for level in tl.static_range(LOG2):
-        first, second = tl.split(tl.reshape(parts, (ROWS, COLUMNS, COUNT >> (level + 1), 2)))
-        parts = first + second
-    return tl.reshape(parts, (ROWS, COLUMNS))
 
 
 @triton.jit(do_not_specialize=["num_requests"])
@@ -235,8 +208,7 @@ def _decode_kernel(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr, COPIES: tl.constexpr, RECORD: tl.constexpr, AHEAD: tl.constexpr,
-    LEAST: tl.constexpr, WARPS: tl.constexpr, LOG2_WARPS: tl.constexpr, BLOCK_O: tl.constexpr,
-    WIDEN: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_O: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Each program walks over its stretch of the line, item by item. Padding is divided evenly among them too."""
     let_next_begin(PDL)
@@ -247,16 +219,11 @@ def _decode_kernel(
     # A tile of Q has the item's query heads as rows, a tile of K or V its tokens, each with its heads side by side as
     # they lie in memory. Of the product only what belongs together counts. It costs nothing, since `tl.dot` has rows
     # to spare, and what is read at a time is longer.
-    # Each warp has its own part of every tile, ``[WARPS, rows, BLOCK_D]``, and its own running softmax: so warps wait
-    # for one another only where the pipeline hands out a tile.
-    PART: tl.constexpr = BLOCK_K * HEADS // WARPS
-    rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    columns = tl.arange(0, WARPS)[:, None] * PART + tl.arange(0, PART)[None, :]
+    rows, columns, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K * HEADS), tl.arange(0, BLOCK_D)
     places, heads = columns // HEADS, columns % HEADS
-    belongs = (rows // GROUP % HEADS)[None, :, None] == heads[:, None, :]
+    belongs = (rows // GROUP % HEADS)[:, None] == heads[None, :]
     q_offsets = rows[:, None] * HEAD_DIM + dims[None, :]
     q_mask = (rows < SIZE)[:, None] & (dims < HEAD_DIM)[None, :]
-    q_every = q_offsets[None, :, :] + tl.zeros((WARPS, 1, 1), tl.int32)
 
     record = plan + program * RECORD
     item, start, length, page = tl.load(record), tl.load(record + 1), tl.load(record + 2), tl.load(record + 3)
@@ -293,10 +260,10 @@ def _decode_kernel(
         next_length = tl.load(seq_lens + next_request, mask=item < last_item, other=0)
         next_page = tl.load(page_table + next_request.to(tl.int64) * table_stride, mask=item < last_item, other=0)
 
-        q_tile = tl.load(q_item + q_every, mask=q_mask[None, :, :], other=0.0)
-        peak = tl.full((WARPS, BLOCK_M), LEAST, tl.float32)
-        total = tl.zeros((WARPS, BLOCK_M, PART), tl.float32)  # summed over columns at the end
-        acc = tl.zeros((WARPS, BLOCK_M, BLOCK_D), tl.float32)
+        peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        # The weights are summed over columns only at the end: within a row that takes several warps.
+        total = tl.zeros((BLOCK_M, BLOCK_K * HEADS), tl.float32)
+        acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         for token in range(start, stop, BLOCK_K):
             k, v = _load_kv(
                 kv, v_offset, pages, token, places, head_set * HEADS + heads, stop,
@@ -304,15 +271,14 @@ def _decode_kernel(
             )  # fmt: skip
             # Asked for one block ahead, so that no block waits for its address.
             pages = _find_pages(page_row, token + BLOCK_K, places, stop, PAGE_SIZE, BLOCK_K)
-            sees = belongs & (token + places < stop)[:, None, :]
-            peak, acc, weights, shrink = _absorb_parts(q_tile, k, v, sees, scale, peak, acc, WIDEN)
-            total = total * shrink[:, :, None] + weights
-        # What the warps found.
-        peaks = peak
-        peak = tl.max(peaks, axis=0)
-        worth = tl.exp2(peaks - peak[None, :])
-        totals = tl.sum(tl.sum(total, axis=2) * worth, axis=0)
-        acc = _sum_of_parts(acc * worth[:, :, None], WARPS, LOG2_WARPS, BLOCK_M, BLOCK_D)
+            # With each block anew, from L2: so the first K and V are asked for at once, and not after Q has come. That
+            # the mask depends on the block keeps the compiler from taking this out of the loop.
+            there = q_mask & (token + tl.zeros_like(rows) < stop)[:, None]
+            q_tile = tl.load(q_item + q_offsets, mask=there, other=0.0)
+            sees = belongs & (token + places < stop)[None, :]
+            peak, acc, weights, shrink = _absorb(q_tile, k, v, sees, scale, peak, acc, True, WIDEN)
+            total = total * shrink[:, None] + weights
+        totals = tl.sum(total, axis=1)
         # A request without tokens has a total of 0: its output is 0.
         result = acc / tl.where(totals > 0, totals, 1.0)[:, None]
 
@@ -426,7 +392,7 @@ def decode_attention(
     assert counters.numel() >= num_programs
     group, block_d = q.shape[1] // num_kv_heads, _block_d(head_dim)
     size = options.heads * group
-    block_s, num_warps = triton.next_power_of_2(size), min(options.num_warps, options.block_rows // MIN_ROWS)
+    block_s, num_warps = triton.next_power_of_2(size), options.num_warps
     launch = pdl_options(q.device, True)
     can_prefetch = launch["PDL"] and options.heads * head_dim * kv.element_size() % 16 == 0
     # Two pieces for each program: their values, then their weights.
@@ -437,8 +403,7 @@ def decode_attention(
         NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, PAGE_SIZE=page_size,
         HEADS=options.heads, BLOCK_M=max(MIN_ROWS, block_s), BLOCK_K=options.block_k, BLOCK_D=block_d,
         BLOCK_S=block_s, BLOCK_P=min(16, max(1, num_warps * 2048 // (block_s * block_d))),  # 64 registers
-        COPIES=_COPIES, RECORD=RECORD, AHEAD=options.ahead if can_prefetch else 0, LEAST=_LEAST,
-        WARPS=num_warps, LOG2_WARPS=num_warps.bit_length() - 1,
+        COPIES=_COPIES, RECORD=RECORD, AHEAD=options.ahead if can_prefetch else 0,
         BLOCK_O=triton.next_power_of_2(q.shape[1] * head_dim), WIDEN=_widen(q.dtype),
         num_warps=num_warps, num_stages=options.num_stages,
         maxnreg=_registers(options.each, num_warps), **launch,

@@ -144,7 +144,7 @@ class DecodeOptions:
     Args:
         heads: KV heads of an item, a power of 2 that divides their number.
         block_rows: rows of a tile of K and V, ``heads`` for each token: a power of 2, at least 16.
-        num_warps: of a program, at most; each has 16 rows of a tile, or more.
+        num_warps: of a program.
         num_stages: see `minisgl.kernels.triton_attention.prefill_attention`.
         each: programs that run on a multiprocessor at once.
         patience: blocks. So much more may the busiest multiprocessor read, if then no item is cut.

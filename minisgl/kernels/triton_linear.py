@@ -556,7 +556,9 @@ def table_as_json(table: Table) -> str:
             {
                 name: _indented(
                     {
-                        f"{n},{k}": _indented({str(m): json.dumps(path.to_json()) for m, path in paths.items()}, 2)
+                        f"{n},{k}": _indented(
+                            {str(m): json.dumps(path.to_json()) for m, path in sorted(paths.items())}, 2
+                        )
                         for (n, k), paths in sorted(shapes.items())
                     },
                     1,
