@@ -29,6 +29,7 @@ from minisgl.utils import Int32Array, as_token_ids
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
+_PROMPTS_A_TURN = 64  # that enter together: between turns Ctrl-C is heard, and others make steps
 
 
 @dataclass(slots=True, eq=False)
@@ -131,7 +132,7 @@ class LLM:
     def _stream(self, prompt: Prompt, ids: Int32Array, params: SamplingParams) -> Iterator[RequestOutput]:
         request_id, watch = self._new_id(), _Watch(num_unfinished=1)
         try:
-            self._submit(request_id, prompt, ids, params, watch)
+            self._submit([(request_id, prompt, ids, params)], watch)
             while (output := self._next_output(request_id, watch)) is not None:
                 yield output
         finally:
@@ -147,7 +148,7 @@ class LLM:
     ) -> AsyncIterator[RequestOutput]:
         request_id, watch = self._new_id(), _Watch(num_unfinished=1)
         try:
-            self._submit(request_id, prompt, ids, params, watch)
+            self._submit([(request_id, prompt, ids, params)], watch)
             while (output := await asyncio.to_thread(self._next_output, request_id, watch)) is not None:
                 yield output
         finally:
@@ -177,8 +178,9 @@ class LLM:
         # Shown on a terminal, and only when it takes a while.
         with tqdm(total=len(ids), desc="prompts", disable=None if use_tqdm else True, delay=2) as bar:
             try:
-                for request_id, prompt, prompt_token_ids, p in zip(request_ids, prompts, ids, params, strict=True):
-                    self._submit(request_id, prompt, prompt_token_ids, p, watch)
+                entries = zip(request_ids, prompts, ids, params, strict=True)
+                while some := list(itertools.islice(entries, _PROMPTS_A_TURN)):
+                    self._submit(some, watch)
                 while watch.num_unfinished:
                     with self._turn() as engine:
                         if watch.num_unfinished:
@@ -200,15 +202,15 @@ class LLM:
     def _new_id(self) -> str:
         return str(next(self._ids))
 
-    def _submit(
-        self, request_id: str, prompt: Any, prompt_token_ids: Int32Array, params: SamplingParams, watch: _Watch
-    ) -> None:
-        text = prompt if isinstance(prompt, str) else None
+    def _submit(self, entries: Iterable[tuple[str, Any, Int32Array, SamplingParams]], watch: _Watch) -> None:
+        """Ids, prompts, their tokens and parameters, in one turn."""
         with self._turn() as engine:
-            self._watches[request_id] = watch
-            children = self._assembler.add(request_id, text, prompt_token_ids, params, arrival_s=engine.now())
-            for child_id, child_params in children:
-                engine.add(child_id, prompt_token_ids, child_params)
+            for request_id, prompt, prompt_token_ids, params in entries:
+                text = prompt if isinstance(prompt, str) else None
+                self._watches[request_id] = watch
+                children = self._assembler.add(request_id, text, prompt_token_ids, params, arrival_s=engine.now())
+                for child_id, child_params in children:
+                    engine.add(child_id, prompt_token_ids, child_params)
 
     def _next_output(self, request_id: str, watch: _Watch) -> RequestOutput | None:
         """The prompt's output once it has grown; None if it had ended before, or nobody waits for it any more."""
@@ -236,6 +238,8 @@ class LLM:
     def _forget_cancelled(self) -> None:
         """Forget the prompts in ``_cancelled``, ended or not. Never waits, since the garbage collector may close a
         stream while this very thread is in its turn: whoever has the turn sees to it when it ends."""
+        if not self._cancelled:
+            return  # as after most steps
         with _interrupts_deferred():
             while self._cancelled and self._lock.acquire(blocking=False):
                 try:
