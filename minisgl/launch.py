@@ -9,6 +9,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
@@ -62,7 +63,10 @@ def load_engine(config: EngineConfig, *, progress: bool = False) -> LoadedEngine
     device = find_device(config.device)
     folder = find_model(config.model)
     model_config = ModelConfig.from_folder(folder)
-    tokenizer = load_tokenizer(folder)
+    # Its library is thousands of small files: they are read while the device gets its weights and kernels.
+    reader = ThreadPoolExecutor(1)
+    reading = reader.submit(load_tokenizer, folder)
+    reader.shutdown(wait=False)
     dtype = find_dtype(config, model_config, device)
     shape = find_attention_shape(config, model_config, device, dtype)
     kernels = load_kernels(config.kernels, device=device)
@@ -87,6 +91,7 @@ def load_engine(config: EngineConfig, *, progress: bool = False) -> LoadedEngine
     else:
         num_bytes = CPU_POOL_SHARE * config.memory_fraction * _device_bytes(device)
         sizes, graphs = size_pool(config, model_config, device, dtype, num_bytes), None
+    tokenizer = reading.result()
     runner = build(sizes)
     if graphs is not None and max_graph_requests:
         capture = GraphCapture(runner, max_seq_len=sizes.max_model_len)

@@ -1,4 +1,4 @@
-"""Threads that launch the same new kernel compile it once."""
+"""Threads that launch the same new kernel compile it once, and compute no products."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.nn import functional as F
 
 from minisgl.kernels import compile_once as module
-from minisgl.kernels.compile_once import compile_once
+from minisgl.kernels.compile_once import WithoutProducts, compile_once
 
 triton = pytest.importorskip("triton")
 runtime = triton.knobs.runtime
@@ -59,3 +61,24 @@ def test_nobody_waits_for_ever_for_one_that_failed(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(module, "_PATIENCE_S", 0.2)
     with compile_once():
         assert Launches(fails=True).run() == {"a": 3, "b": 3}
+
+
+@torch.no_grad()
+def test_products_are_left_out_in_this_thread_only() -> None:
+    """Every way in which an engine asks for one; each right hand side is NaN."""
+    x, weight, three = torch.ones(2, 3), torch.full((4, 3), torch.nan), torch.full((5, 3, 4), torch.nan)
+    stream = torch.full((2, 4), 7.0)
+    out = stream.clone()
+    with WithoutProducts():
+        for product in (F.linear(x, weight), F.linear(x, weight, stream[0]), x @ weight.t()):
+            assert torch.equal(product, torch.zeros(2, 4))
+        assert torch.equal(torch.ones(5, 2, 3) @ three, torch.zeros(5, 2, 4))
+        assert F.linear(torch.ones(5, 2, 3), weight).shape == (5, 2, 4)
+        torch.mm(x, weight.t(), out=out)
+        torch.addmm(out, x, weight.t(), out=out)
+        out.addmm_(x, weight.t())
+        assert torch.equal(out, stream), "what is there stays"
+        assert torch.equal(out + 1, stream + 1), "everything else is computed"
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(F.linear, x, weight).result().isnan().all()
+    assert F.linear(x, weight).isnan().all()

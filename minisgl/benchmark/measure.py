@@ -24,6 +24,7 @@ from minisgl.launch import find_device, find_dtype
 from minisgl.llm import LLM
 
 Count = Literal["input", "output"]
+_WARM_UP = 64  # tokens of each request
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +85,8 @@ class Bench:
         return Run(seconds, scheduler.num_steps - before, tuple(first_token_s), tuple(token_s))
 
     def measure(self, workload: Workload, repeats: int) -> list[Run]:
-        """Run it ``repeats`` times, after one time that does not count."""
-        self.run(workload)
+        """Run it ``repeats`` times, after a short one that does not count."""
+        self.run(workload.shortened(_WARM_UP))
         return [self.run(workload) for _ in range(repeats)]
 
     def row(self, label: str, workload: Workload, runs: Sequence[Run], *, count: Count = "output") -> dict[str, Any]:

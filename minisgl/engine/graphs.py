@@ -28,7 +28,7 @@ from torch import Tensor
 
 from minisgl.engine.request_table import PackedStep, RequestTable, StepBuffers, pack_step, sampled_rows
 from minisgl.forward import AttentionBackend, ForwardBatch
-from minisgl.kernels.compile_once import compile_once
+from minisgl.kernels.compile_once import WithoutProducts, compile_once
 from minisgl.scheduler.plan import SchedulerOutput, empty_plan
 from minisgl.utils import Int32Array
 
@@ -224,7 +224,7 @@ class GraphCapture:
         some differ with the size, and one after the other they would take most of the start."""
 
         def run(work: Callable[[], object]) -> None:
-            with torch.no_grad(), torch.cuda.device(self.runner.table.device):
+            with torch.no_grad(), torch.cuda.device(self.runner.table.device), WithoutProducts():
                 work()
 
         sizes = decode_buckets(max_requests)

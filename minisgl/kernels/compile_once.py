@@ -1,8 +1,9 @@
-"""Kernels that several threads ask for at once are compiled by one of them.
+"""Steps that are run by several threads for nothing but the compilation of their kernels.
 
 Chapter 4 tells this module's story. Triton compiles a kernel when it is first launched, and keeps it in memory and on
 disk. Threads that launch the same new kernel at the same time would each compile it: most of a start's time, since
-engines warm up many sizes of step together, and these share most of their kernels. Owns nothing.
+engines warm up many sizes of step together, and these share most of their kernels. And cuBLAS, which has nothing to
+compile, would keep 32 MiB for every thread that it has seen. Owns nothing.
 """
 
 from __future__ import annotations
@@ -14,8 +15,31 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
 # A kernel takes a second or two. Who waits longer than this compiles it too: the other one may have failed.
 _PATIENCE_S = 60.0
+
+_aten = torch.ops.aten
+_PRODUCTS = {_aten.mm.default, _aten.mm.out, _aten.addmm.default, _aten.addmm.out, _aten.addmm_.default,
+             _aten.bmm.default, _aten.bmm.out, _aten.baddbmm.default, _aten.baddbmm.out}  # fmt: skip
+
+
+class WithoutProducts(TorchDispatchMode):
+    """As long as the block lasts, this thread's matrix products are not computed: new results are zeros, others stay
+    what they were."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in _PRODUCTS:
+            return func(*args, **kwargs)
+        if func is _aten.addmm_.default:
+            return args[0]
+        left, right = args[-2:]
+        out: Tensor | None = kwargs.get("out")
+        return left.new_zeros(*left.shape[:-1], right.shape[-1]) if out is None else out
 
 
 @contextmanager

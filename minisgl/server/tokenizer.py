@@ -9,20 +9,21 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-# A lazy module: `transformers.AutoTokenizer` is looked up when a tokenizer is loaded, because it draws in torch where
-# torch is installed. This room works without.
-import transformers
 
 from minisgl.server.chat import check_messages, check_tools
 from minisgl.server.token_bytes import TokenBytes
 from minisgl.utils import Int32Array, as_token_ids
 
 logger = logging.getLogger(__name__)
+
+# Imported by whoever first loads a tokenizer: it takes seconds, which a thread beside others may spend, and draws in
+# torch where that is installed. This room works without.
+_LIBRARY = "transformers"
 
 
 def load_tokenizer(folder: str | Path, *, chat_template: str | Path | None = None) -> Tokenizer:
@@ -35,7 +36,9 @@ def load_tokenizer(folder: str | Path, *, chat_template: str | Path | None = Non
     if not folder.is_dir():
         raise ValueError(f"cannot load a tokenizer from {folder}: not a folder")
     try:
-        hf = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        hf = import_module(_LIBRARY).AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=False, local_files_only=True
+        )
         backend = hf.backend_tokenizer
     except Exception as error:  # the library raises all kinds for broken files; each means the same to a user
         reason = " ".join(str(error).split()) or type(error).__name__
