@@ -1,8 +1,8 @@
-"""All tests that want a GPU, in several processes side by side, and one report: `python tests/run_gpu.py`.
+"""All tests that want a GPU, and the notebooks, in several processes side by side: `python tests/run_gpu.py`.
 
 Most of their time is compilation, which is the host's. So each process takes every n-th test; those that look at the
 device's memory come last, by themselves. The report says what passed and what was not reached in time; `.ci/run`
-compares the sources with it.
+compares the sources with it. With a checkpoint in ``$MINISGL_REAL_MODEL`` its GPU tests are run, too.
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ import torch
 from minisgl.benchmark.report import source_digest, write_report
 
 ROOT = Path(__file__).parent.parent
-FILES = (
-    "test_gpu.py", "test_triton.py", "test_linear.py", "test_triton_elementwise.py", "test_sampler.py",
-    "test_prepare.py", "test_flashinfer.py", "test_model.py",
+REAL_MODEL_TESTS = "tests/test_real_model.py"
+FILES = (  # those that take longest first
+    "notebooks", REAL_MODEL_TESTS, "tests/test_gpu.py", "tests/test_triton.py", "tests/test_linear.py",
+    "tests/test_triton_elementwise.py", "tests/test_sampler.py", "tests/test_prepare.py", "tests/test_flashinfer.py",
+    "tests/test_model.py",
 )  # fmt: skip
+MARKS = "not full and (not real_model or gpu)"
 KINDS = ("passed", "failed", "error", "skipped")
 
 
@@ -36,7 +39,7 @@ def start(share: str, folder: Path, files: Sequence[str] = FILES, **variables: s
     """Start a process with its share of the tests, "i/n" or "alone"; what it says goes to ``folder/log.txt``."""
     folder.mkdir(parents=True)
     environment = os.environ | {"MINISGL_TEST_SHARE": share, **variables}
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *(f"tests/{name}" for name in files)]
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", MARKS, *files]
     with (folder / "log.txt").open("wb") as log:
         return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
 
@@ -58,7 +61,7 @@ def read_log(path: Path) -> tuple[dict[str, list[str]], int]:
     crashes writes no report."""
     text = path.read_text(encoding="utf-8", errors="replace")
     ended: dict[str, list[str]] = {kind: [] for kind in KINDS}
-    for name, word in re.findall(r"^(tests/\S+::.*?) (PASSED|FAILED|ERROR|SKIPPED)", text, re.M):
+    for name, word in re.findall(r"^((?:tests|notebooks)/\S+::.*?) (PASSED|FAILED|ERROR|SKIPPED)", text, re.M):
         ended[word.lower()].append(name)
     selected = re.search(r"collected (\d+) items?(?: / .*?(\d+) selected)?", text)
     return ended, int(selected[2] or selected[1]) if selected else 0
@@ -77,10 +80,11 @@ def main() -> int:
     end = time.monotonic() + args.seconds
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(args.logs or temporary)
+        files = [name for name in FILES if name != REAL_MODEL_TESTS or "MINISGL_REAL_MODEL" in os.environ]
         shares = {f"{i}/{args.processes}": folder / f"share-{i}" for i in range(args.processes)}
-        finish([start(share, path) for share, path in shares.items()], end - 0.2 * args.seconds)
+        finish([start(share, path, files) for share, path in shares.items()], end - 0.3 * args.seconds)
         shares["alone"] = folder / "alone"
-        finish([start("alone", shares["alone"], OUT=str(Path(args.output).absolute().parent))], end)
+        finish([start("alone", shares["alone"], files, OUT=str(Path(args.output).absolute().parent))], end)
         counts, unreached = dict.fromkeys(KINDS, 0), 0
         bad: list[str] = []
         for path in shares.values():
@@ -90,6 +94,7 @@ def main() -> int:
             unreached += selected - sum(map(len, ended.values()))
             bad += [*ended["failed"], *ended["error"]]
     facts = {**counts, "not reached": unreached, "bad": sorted(bad), "source": source_digest()}
+    facts["real model"] = Path(os.environ["MINISGL_REAL_MODEL"]).name if "MINISGL_REAL_MODEL" in os.environ else None
     write_report(Path(args.output), "tests on a GPU", torch.device("cuda"), facts)
     print(json.dumps(facts, indent=1))
     return int(bool(bad or unreached))

@@ -1,18 +1,21 @@
-"""A real model with real weights, outside CI: greedy tokens equal to transformers over the pairwise array.
+"""A real model with real weights, outside CI: greedy tokens equal to transformers over the pairwise array, and on a GPU
+equal to the torch path's whatever computes them.
 
 Run as ``MINISGL_REAL_MODEL=FOLDER pytest -m real_model``; any supported checkpoint with a chat template will do.
 """
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
+from test_gpu import BACKENDS, compare
 from test_parity import CASES, name_of
-from tolerances import FLOAT32_GAP
+from tolerances import BFLOAT16_GAP, FLOAT32_GAP
 
-from minisgl import LLM, SamplingParams
+from minisgl import LLM, RequestOutput, SamplingParams
 from minisgl.server import load_tokenizer
 
 pytestmark = [
@@ -90,3 +93,47 @@ def test_chat_answers(folder) -> None:
         conversation = [{"role": "user", "content": "What is the capital of France?"}]
         (output,) = llm.chat(conversation, SamplingParams(temperature=0, max_tokens=48), use_tqdm=False)
     assert "Paris" in output.text and output.finish_reason == "stop"
+
+
+# -- on a GPU --
+
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True, logprobs=2)
+
+
+def answers_on_gpu(folder: Path, prompts: list[list[int]], **options: Any) -> list[RequestOutput]:
+    num_pages = 1 + 4096 // options["page_size"]
+    with LLM(str(folder), device="cuda", max_model_len=MAX_MODEL_LEN, max_running=16, num_pages=num_pages, strict=True,
+             **options) as llm:  # fmt: skip
+        return llm.generate(prompts, GREEDY, use_tqdm=False)
+
+
+@pytest.fixture(scope="module")
+def torch_path(folder: Path, prompts: list[list[int]]) -> list[RequestOutput]:
+    """In float32, with nothing that is to be tested."""
+    return answers_on_gpu(
+        folder, prompts, dtype="float32", attention="torch", kernels="torch", overlap=False, page_size=16
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    ("page_size", "overlap", "max_graph"),
+    [(1, True, None), (16, True, 0), (16, False, None), (64, True, None), (64, False, 0)],
+)
+@pytest.mark.parametrize(
+    ("dtype", "attention"), [("float32", "torch"), ("float32", "triton"), *(("bfloat16", name) for name in BACKENDS)]
+)
+def test_greedy_equals_the_torch_path(
+    folder, prompts, torch_path, dtype, attention, page_size, overlap, max_graph
+) -> None:
+    try:
+        outputs = answers_on_gpu(
+            folder, prompts, dtype=dtype, attention=attention, page_size=page_size, overlap=overlap,
+            cuda_graph_max_bs=max_graph,
+        )  # fmt: skip
+    except ValueError as error:
+        assert attention not in ("torch", "triton", "auto")
+        pytest.skip(f"this backend does not serve the model with pages of {page_size}: {error}")
+    gap, share = (FLOAT32_GAP, 0.8) if dtype == "float32" else (BFLOAT16_GAP, 0.1)
+    assert compare(torch_path, outputs, gap) > share * NUM_NEW * len(prompts)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from run_gpu import finish, read_log, start
 
-FILES = ["test_compile_once.py", "test_choice.py"]
+FILES = ["tests/test_compile_once.py", "tests/test_choice.py"]
 
 
 def test_shares_are_all_tests_once(tmp_path: Path) -> None:
@@ -28,13 +28,14 @@ def test_a_process_that_crashes_or_is_slow_tells_what_it_did(tmp_path: Path) -> 
         "tests/test_a.py::test_b[1 and 2-x] PASSED      [ 20%]\n"
         "tests/test_a.py::test_c SKIPPED (needs more)   [ 40%]\n"
         "tests/test_a.py::test_d FAILED                 [ 60%]\n"
+        "notebooks/01-a.ipynb::01-a.ipynb PASSED        [ 80%]\n"
         "tests/test_a.py::test_e Fatal Python error: Aborted\n"
     )
     ended, selected = read_log(log)
+    passed = ["tests/test_a.py::test_b[1 and 2-x]", "notebooks/01-a.ipynb::01-a.ipynb"]
     assert selected == 5 and ended == {
-        "passed": ["tests/test_a.py::test_b[1 and 2-x]"], "failed": ["tests/test_a.py::test_d"], "error": [],
-        "skipped": ["tests/test_a.py::test_c"],
+        "passed": passed, "failed": ["tests/test_a.py::test_d"], "error": [], "skipped": ["tests/test_a.py::test_c"],
     }  # fmt: skip
-    slow = start("0/1", tmp_path / "slow", ["test_parity.py"])
+    slow = start("0/1", tmp_path / "slow", ["tests/test_parity.py"])
     finish([slow], time.monotonic() + 0.5)
     assert slow.poll() not in (None, 0)
