@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -72,6 +73,7 @@ def load_engine(config: EngineConfig, *, progress: bool = False) -> LoadedEngine
     kernels = load_kernels(config.kernels, device=device)
     attention = load_attention(config.attention, device=device, shape=shape)
     context = find_context(config, model_config)
+    started = time.monotonic()
     model = load_model(
         model_config,
         folder,
@@ -82,6 +84,8 @@ def load_engine(config: EngineConfig, *, progress: bool = False) -> LoadedEngine
         max_model_len=context,
         progress=progress,
     )
+    weight_bytes = sum(p.nbytes for p in model.parameters())
+    logger.info("loaded %.2f GiB of weights in %.1f s", weight_bytes / 2**30, time.monotonic() - started)
     build = partial(
         _build_runner, model=model, attention=attention, kernels=kernels, dtype=dtype, device=device
     )  # over a pool of the given sizes

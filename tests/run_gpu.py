@@ -26,8 +26,8 @@ from minisgl.benchmark.report import source_digest, write_report
 
 ROOT = Path(__file__).parent.parent
 REAL_MODEL_TESTS = "tests/test_real_model.py"
-FILES = (  # those that take longest first
-    "notebooks", REAL_MODEL_TESTS, "tests/test_gpu.py", "tests/test_triton.py", "tests/test_linear.py",
+FILES = (
+    REAL_MODEL_TESTS, "tests/test_gpu.py", "tests/test_triton.py", "tests/test_linear.py",
     "tests/test_triton_elementwise.py", "tests/test_sampler.py", "tests/test_prepare.py", "tests/test_flashinfer.py",
     "tests/test_model.py",
 )  # fmt: skip
@@ -81,14 +81,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(args.logs or temporary)
         files = [name for name in FILES if name != REAL_MODEL_TESTS or "MINISGL_REAL_MODEL" in os.environ]
-        shares = {f"{i}/{args.processes}": folder / f"share-{i}" for i in range(args.processes)}
-        finish([start(share, path, files) for share, path in shares.items()], end - 0.3 * args.seconds)
-        shares["alone"] = folder / "alone"
-        finish([start("alone", shares["alone"], files, OUT=str(Path(args.output).absolute().parent))], end)
+        works = {f"share-{i}": (f"{i}/{args.processes}", files) for i in range(args.processes)}
+        works |= {path.stem: ("0/1", [f"notebooks/{path.name}"]) for path in ROOT.glob("notebooks/*.ipynb")}
+        finish([start(share, folder / name, own) for name, (share, own) in works.items()], end - 0.3 * args.seconds)
+        finish([start("alone", folder / "alone", files, OUT=str(Path(args.output).absolute().parent))], end)
         counts, unreached = dict.fromkeys(KINDS, 0), 0
         bad: list[str] = []
-        for path in shares.values():
-            ended, selected = read_log(path / "log.txt")
+        for name in (*works, "alone"):
+            ended, selected = read_log(folder / name / "log.txt")
             for kind in KINDS:
                 counts[kind] += len(ended[kind])
             unreached += selected - sum(map(len, ended.values()))

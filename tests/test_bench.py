@@ -34,7 +34,7 @@ from minisgl.benchmark.profile import (
 )
 from minisgl.benchmark.roofline import KERNELS_PER_LAYER, KERNELS_PER_STEP, ModelCosts, Steps, lines, plan_steps
 from minisgl.benchmark.shapes import SHAPES, shape_folder
-from minisgl.benchmark.targets import StartUp, Target, bench_all, start_up_seconds
+from minisgl.benchmark.targets import StartUp, Target, bench_all, start_up
 from minisgl.benchmark.workload import Workload, equal_lengths, mixed_lengths
 from minisgl.config import EngineConfig, ModelConfig, Order, SchedulerConfig
 from minisgl.model.registry import count_parameters
@@ -274,7 +274,7 @@ def test_all_targets_in_one_table(
     options: dict[str, Any], no_ceilings: None, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(targets, "start_up_seconds", lambda options: 3.0)
+    monkeypatch.setattr(targets, "start_up", lambda options: (3.0, ["5 ms: imported"]))
     rows = [
         StartUp(None, must=2, goal=1),
         Target("easy", None, SMALL, must=1, goal=2, repeats=1),
@@ -307,9 +307,14 @@ def test_every_target_has_a_shape_that_there_is() -> None:
 
 
 def test_start_up_counts_the_whole_process(options: dict[str, Any]) -> None:
-    assert start_up_seconds(options) > 0.5  # torch alone takes longer to import
+    seconds, log = start_up(options)
+    assert seconds > 0.5  # torch alone takes longer to import
+    said = [line.split(" ms: ", 1) for line in log]
+    times = [int(ms) for ms, _ in said]
+    assert said[0][1] == "imported" and said[-1][1] == "first token" and times == sorted(times)
+    assert 0 < times[0] < times[-1] < 1000 * seconds + 1000
     with pytest.raises(RuntimeError, match="nowhere"):
-        start_up_seconds({**options, "model": "./nowhere"})
+        start_up({**options, "model": "./nowhere"})
 
 
 # -------------------------------------------------------------------------------------------------------- transformers

@@ -10,7 +10,7 @@ import pytest
 import torch
 from builders_scheduler import Loop, make_scheduler
 
-from minisgl.engine.graphs import PAGES_PER_REQUEST, TOKEN_BUCKETS, Graphs, decode_buckets
+from minisgl.engine.graphs import PAGES_PER_REQUEST, TOKEN_BUCKETS, GraphCapture, Graphs, decode_buckets
 from minisgl.engine.request_table import RequestTable, StepBuffers, pack_step, sampled_rows
 from minisgl.forward import ForwardBatch
 from minisgl.kernels.kernel_set import PLAIN
@@ -109,6 +109,24 @@ def test_a_step_like_the_one_before_packs_alike() -> None:
 def test_a_graph_s_step_of_nothing_is_all_padding() -> None:
     step = pack_step(empty_plan(), 3, 3)
     assert (step.values[:3] == -1).all() and step.cu_seqlens_q.tolist() == [0, 1, 2, 3] and step.num_samples == 0
+
+
+class SlowHost(GraphCapture):
+    """One that launches as fast as a device computes so many tokens."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens, self.asked = num_tokens, list[int]()
+
+    def _host_is_slow(self, num_tokens: int) -> bool:
+        self.asked.append(num_tokens)
+        return num_tokens <= self.num_tokens
+
+
+@pytest.mark.parametrize("num_tokens", [0, 64, 1000, 8192, 10**6])
+def test_graphs_of_tokens_are_for_steps_that_the_host_is_slow_with(num_tokens: int) -> None:
+    capture, sizes = SlowHost(num_tokens), [*(n for n in TOKEN_BUCKETS if n < 8192), 8192]
+    assert capture.worthwhile_token_buckets(8192) == tuple(n for n in sizes if n <= num_tokens)
+    assert len(capture.asked) <= 4, "each answer takes a tenth of a second"
 
 
 def test_E04_buckets_end_at_the_largest_batch() -> None:

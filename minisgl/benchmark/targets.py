@@ -134,10 +134,11 @@ def _measure_shape(
     for target in targets:
         if isinstance(target, StartUp):
             with engine_options(options, shape) as changed:
-                seconds = start_up_seconds(changed)
+                seconds, log = start_up(changed)
             reached = None if target.must is None else "yes" if seconds <= target.must else "NO"
             name = shape or str(options.get("model", "tiny"))
-            yield _row("start-up to first token, s", name, seconds, None, target, reached), {"start-up s": seconds}
+            row = _row("start-up to first token, s", name, seconds, None, target, reached)
+            yield row, {"start-up s": seconds, "start-up log": log}
     measured = [t for t in targets if isinstance(t, Target)]
     if measured:
         with open_bench(options, shape=shape, ceilings=ceilings) as bench:
@@ -203,17 +204,20 @@ def _reached(measured: float, share: float, target: Target) -> str | None:
 
 
 _CHILD = """
-import json, sys
+import json, logging, sys
+logging.basicConfig(level="INFO", format="%(relativeCreated)d ms: %(message)s")
 from minisgl import LLM, SamplingParams
+logging.info("imported")
 with LLM(**json.loads(sys.argv[1])) as llm:
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1, ignore_eos=True), use_tqdm=False)
     print("first token", flush=True)
+    logging.info("first token")
 """
 
 
-def start_up_seconds(options: Mapping[str, Any]) -> float:
-    """Seconds from the start of a new process, imports and all, to its first token. Raises ``RuntimeError`` with its
-    last words if it brings none."""
+def start_up(options: Mapping[str, Any]) -> tuple[float, list[str]]:
+    """Seconds from the start of a new process, imports and all, to its first token; and what it said on the way, with
+    the time of each line. Raises ``RuntimeError`` with its last words if it brings none."""
     started = time.perf_counter()
     with subprocess.Popen(
         [sys.executable, "-c", _CHILD, json.dumps(dict(options))],
@@ -227,4 +231,4 @@ def start_up_seconds(options: Mapping[str, Any]) -> float:
         _, errors = child.communicate()
     if line.strip() != "first token":
         raise RuntimeError(f"the process brought no token: {(errors.strip().splitlines() or ['no message'])[-1]}")
-    return seconds
+    return seconds, [line for line in errors.splitlines() if " ms: " in line]

@@ -12,9 +12,9 @@ the next one does (the tokens, on their way to the host) lies outside it. Twin: 
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -241,7 +241,7 @@ class GraphCapture:
         """Those of `TOKEN_BUCKETS` up to ``max_tokens``, and this itself, that keep the host busy for long. Above them
         a graph gains nothing, and padding costs."""
         sizes = [*(n for n in TOKEN_BUCKETS if n < max_tokens), max_tokens]
-        return tuple(itertools.takewhile(self._host_is_slow, sizes))
+        return tuple(sizes[: bisect_left(sizes, True, key=lambda n: not self._host_is_slow(n))])
 
     @torch.no_grad()
     def decode(self, num_requests: int) -> DecodeGraph:

@@ -7,6 +7,8 @@ So the largest steps that the limits allow are run once over a small pool, and t
 from __future__ import annotations
 
 import gc
+import logging
+import time
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,6 +20,8 @@ from minisgl.engine.runner import ModelRunner
 from minisgl.request import SamplingParams
 from minisgl.scheduler import Scheduler
 from minisgl.utils import ceil_div
+
+logger = logging.getLogger(__name__)
 
 # Between what the allocator hands out and what it takes from the device lie fragments.
 FRAGMENTS = 1.1
@@ -56,7 +60,9 @@ def measure(runner: ModelRunner, sizes: SchedulerConfig, *, max_graph_requests: 
     """
     device = runner.table.device
     capture = GraphCapture(runner, max_seq_len=sizes.max_model_len)
+    started = time.monotonic()
     capture.compile(max_graph_requests, sizes.max_num_batched_tokens)
+    logger.info("compiled kernels in %.1f s", time.monotonic() - started)
     step_bytes = max(
         _peak_bytes(runner, sizes, prompt_len, params)
         for prompt_len in (sizes.max_num_batched_tokens, sizes.max_num_batched_tokens // sizes.max_running)

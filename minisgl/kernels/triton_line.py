@@ -49,7 +49,7 @@ def _find_block(
     block lies, and how many it has. An item begins with its fixed cost: that counts as block 0. At the line's end:
     block 0 behind the last item, also where there is none."""
     request = tl.zeros_like(place)  # the last that begins at or before the place, found by halving
-    for bit in tl.static_range(BITS):
+    for bit in range(BITS):  # not unrolled: this is most of what there is to compile
         middle = request + (BLOCK_R >> (bit + 1))
         begins = tl.load(line + middle, mask=middle < num_requests, other=2147483647) * NUM_SETS
         request = tl.where((middle < num_requests) & (begins <= place), middle, request)
@@ -97,23 +97,28 @@ def _plan_kernel(
     tl.debug_barrier()  # what some threads stored, all shall read
     end, num_items = tl.sum(sizes, axis=0) * NUM_SETS, num_requests * NUM_SETS
     programs = tl.arange(0, BLOCK_P)
+    borders = programs[:, None] + tl.arange(0, 2)[None, :]  # where a program's stretch begins, and where it ends
 
     # Equal stretches.
     share = tl.maximum(tl.cdiv(end, num_programs), 1)
-    place, next_place = tl.minimum(programs * share, end), tl.minimum((programs + 1) * share, end)
-    item, block, first, size = _find_block(line, num_requests, place, item_cost, NUM_SETS, BLOCK_R, BITS)
-    next_item, next_block, next_first, next_size = _find_block(
-        line, num_requests, next_place, item_cost, NUM_SETS, BLOCK_R, BITS
+    item, block, first, size = _find_block(
+        line, num_requests, tl.minimum(borders * share, end), item_cost, NUM_SETS, BLOCK_R, BITS
     )
+    item, next_item = tl.split(item)
+    block, next_block = tl.split(block)
+    first, next_first = tl.split(first)
+    size, next_size = tl.split(size)
     # Who has the first and the last block of the item that a stretch cuts in its begin, or the last of that in its end.
     first_of_first, last_of_first = first // share, (first + size - 1) // share
     last_of_last = (next_first + next_size - 1) // share
     # Whole items: how much has the busiest multiprocessor to read, and how much would it be if all had the same?
     width = tl.maximum(tl.minimum(num_programs, num_items), 1)
     target = tl.cdiv(end, width)
-    place, next_place = tl.minimum(programs * target, end), tl.minimum((programs + 1) * target, end)
-    whole, place = _whole_border(line, num_requests, place, item_cost, NUM_SETS, BLOCK_R, BITS)
-    next_whole, next_place = _whole_border(line, num_requests, next_place, item_cost, NUM_SETS, BLOCK_R, BITS)
+    whole, place = _whole_border(
+        line, num_requests, tl.minimum(borders * target, end), item_cost, NUM_SETS, BLOCK_R, BITS
+    )
+    whole, next_whole = tl.split(whole)
+    place, next_place = tl.split(place)
     most = tl.max(next_place - place, axis=0) * tl.cdiv(width, num_multiprocessors)
     if most <= tl.cdiv(end, num_multiprocessors) + patience:
         item, block, next_item, next_block = whole, block * 0, next_whole, next_block * 0
