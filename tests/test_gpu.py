@@ -142,6 +142,21 @@ def test_sampling_in_a_graph_equals_sampling_without(prompts):
     assert tokens[0][0] == tokens[1][0] and tokens[0][1] == tokens[1][1]
 
 
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_no_request_waits_for_a_compiler(prompts, kernels):
+    """What a start has not compiled would be compiled in the middle of an answer."""
+    runtime = pytest.importorskip("triton").knobs.runtime
+    compiled: list[str] = []
+    with LLM("tiny", device="cuda", kernels=kernels, max_running=8, num_pages=200) as llm:
+        runtime.jit_post_compile_hook = lambda fn, **_: compiled.append(fn.name)
+        try:
+            for size in range(1, 10):
+                llm.generate(prompts[:size], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
+        finally:
+            runtime.jit_post_compile_hook = None
+    assert not compiled
+
+
 @pytest.mark.alone
 def test_E05_the_pool_leaves_room_for_the_largest_step(caplog):
     """Under an artificial limit, with the longest chunk and the largest batch, and graphs for both."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from run_gpu import finish, read_log, start
 
-FILES = ["tests/test_compile_once.py", "tests/test_choice.py"]
+FILES = ["tests/test_compile_ahead.py", "tests/test_choice.py"]
 
 
 def test_shares_are_all_tests_once(tmp_path: Path) -> None:

@@ -65,8 +65,8 @@ ALTERED: dict[str, dict[str, str]] = {
     "page not in the record": {
         _FIRST_PAGES: "pages = _find_pages(page_row, start, places, stop, PAGE_SIZE, BLOCK_K)\n"
     },
-    "no dependent launch": {"launch = pdl_options(q.device, True)": "launch = pdl_options(q.device, False)"},
-    "nothing in L2 ahead": {"can_prefetch = launch": "can_prefetch = False and launch"},
+    "no dependent launch": {"pdl = pdl_options(q.device, True)": "pdl = pdl_options(q.device, False)"},
+    "nothing in L2 ahead": {"can_prefetch = pdl": "can_prefetch = False and pdl"},
 }  # fmt: skip
 
 

@@ -16,10 +16,9 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,7 +27,7 @@ from torch import Tensor
 
 from minisgl.engine.request_table import PackedStep, RequestTable, StepBuffers, pack_step, sampled_rows
 from minisgl.forward import AttentionBackend, ForwardBatch
-from minisgl.kernels.compile_once import WithoutProducts, compile_once
+from minisgl.kernels.compile_ahead import compile_ahead
 from minisgl.scheduler.plan import SchedulerOutput, empty_plan
 from minisgl.utils import Int32Array
 
@@ -220,21 +219,15 @@ class GraphCapture:
         return graphs
 
     def compile(self, max_requests: int, max_tokens: int) -> None:
-        """Carry out a step of each size, of nothing but padding, several at a time: kernels are compiled at first use,
-        some differ with the size, and one after the other they would take most of the start."""
+        """Compile the kernels of steps of all sizes: compiled when they are first launched, one after the other, they
+        would take most of the start."""
 
-        def run(work: Callable[[], object]) -> None:
-            with torch.no_grad(), torch.cuda.device(self.runner.table.device), WithoutProducts():
-                work()
+        def steps() -> None:
+            self._step_of_tokens(max_tokens)
+            for size in decode_buckets(max_requests):
+                self._step_of_decodes(size)
 
-        sizes = decode_buckets(max_requests)
-        with compile_once(), ThreadPoolExecutor() as pool:
-            work = [partial(self._step_of_tokens, max_tokens), *(partial(self._step_of_decodes, n) for n in sizes)]
-            done = [pool.submit(run, w) for w in work]
-        for future in done:
-            if not isinstance(future.exception(), torch.OutOfMemoryError):  # all at once are more than each alone
-                future.result()
-        torch.cuda.synchronize(self.runner.table.device)
+        compile_ahead(steps, self.runner.table.device)
 
     @torch.no_grad()
     def worthwhile_token_buckets(self, max_tokens: int) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.kernels.triton_launch import let_next_begin, pdl_options, prefetch, wait_for_previous
+from minisgl.kernels.triton_launch import launch, let_next_begin, pdl_options, prefetch, wait_for_previous
 from minisgl.kernels.triton_line import MIN_ROWS, RECORD, DecodePlan, block_r, block_rows
 
 # Of a piece's weight, side by side: so it is read by the threads that have the piece. With one copy the compiler takes
@@ -356,7 +356,7 @@ def prefill_attention(
     block_m = max(block_m, triton.next_power_of_2(group))
     each = each or (2 if head_dim <= 128 else 1)
     grid = (num_kv_heads, q.shape[0] // (block_m // group) + num_requests)
-    _prefill_kernel[grid](
+    launch(_prefill_kernel, *grid)(
         q, kv, out, page_table, cu_seqlens_q, seq_lens, num_requests, scale * _LOG2_E,
         q.stride(0), out.stride(0), kv.stride(0), page_table.stride(0),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, PAGE_SIZE=kv.shape[2],
@@ -393,11 +393,11 @@ def decode_attention(
     group, block_d = q.shape[1] // num_kv_heads, _block_d(head_dim)
     size = options.heads * group
     block_s, num_warps = triton.next_power_of_2(size), options.num_warps
-    launch = pdl_options(q.device, True)
-    can_prefetch = launch["PDL"] and options.heads * head_dim * kv.element_size() % 16 == 0
+    pdl = pdl_options(q.device, True)
+    can_prefetch = pdl["PDL"] and options.heads * head_dim * kv.element_size() % 16 == 0
     # Two pieces for each program: their values, then their weights.
     pieces = torch.empty(2 * num_programs * size * (head_dim + _COPIES), dtype=torch.float32, device=q.device)
-    _decode_kernel[num_programs,](
+    launch(_decode_kernel, num_programs)(
         q, kv, out, pieces, counters, page_table, seq_lens, plan.records, seq_lens.shape[0], scale * _LOG2_E,
         q.stride(0), out.stride(0), kv.stride(0), page_table.stride(0),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, PAGE_SIZE=page_size,
@@ -406,7 +406,7 @@ def decode_attention(
         COPIES=_COPIES, RECORD=RECORD, AHEAD=options.ahead if can_prefetch else 0,
         BLOCK_O=triton.next_power_of_2(q.shape[1] * head_dim), WIDEN=_widen(q.dtype),
         num_warps=num_warps, num_stages=options.num_stages,
-        maxnreg=_registers(options.each, num_warps), **launch,
+        maxnreg=_registers(options.each, num_warps), **pdl,
     )  # fmt: skip
 
 

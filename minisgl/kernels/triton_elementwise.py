@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.kernels.triton_launch import let_next_begin, pdl_options, wait_for_previous
+from minisgl.kernels.triton_launch import launch, let_next_begin, pdl_options, wait_for_previous
 
 # More tokens than this fill the device many times: bytes a second count then, not how soon a program ends.
 _MANY = 512
@@ -58,7 +58,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, num_warps: int | None = N
     assert rows.stride(1) == 1 and weight.is_contiguous()
     out, block = torch.empty(x.shape, dtype=x.dtype, device=x.device), triton.next_power_of_2(x.shape[-1])
     if rows.shape[0]:
-        _rms_norm_kernel[(rows.shape[0],)](
+        launch(_rms_norm_kernel, rows.shape[0])(
             rows, rows, weight, out, out, eps, rows.stride(0), 0,
             SIZE=x.shape[-1], BLOCK=block, ADD=False, num_warps=num_warps or _num_warps(block, rows.shape[0]),
             **pdl_options(x.device, pdl),
@@ -72,7 +72,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     out, total = torch.empty((2, *x.shape), dtype=x.dtype, device=x.device)
     block = triton.next_power_of_2(x.shape[1])
     if x.shape[0]:
-        _rms_norm_kernel[(x.shape[0],)](
+        launch(_rms_norm_kernel, x.shape[0])(
             x, residual, weight, out, total, eps, x.stride(0), residual.stride(0),
             SIZE=x.shape[1], BLOCK=block, ADD=True, num_warps=_num_warps(block, x.shape[0]), **pdl_options(x.device),
         )  # fmt: skip
@@ -197,7 +197,7 @@ def norm_rotary_store(
         block_d, tile = triton.next_power_of_2(dim), tile or (1024 if num_tokens > _MANY else 512)
         heads = max(min(tile // block_d, triton.next_power_of_2(num_heads)), 1)
         tiles = triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads)
-        _norm_rotary_store_kernel[(num_tokens * tiles,)](
+        launch(_norm_rotary_store_kernel, num_tokens * tiles)(
             qkv, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight, cos, sin, out, kv,
             slot_mapping, eps, qkv.stride(0), cos.stride(0), sin.stride(0), kv.stride(0),
             NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=dim, PAIRS=pairs, NORM=q_weight is not None,
@@ -228,7 +228,7 @@ def silu_and_mul(x: Tensor, *, block: int = 1024, num_warps: int = 4, pdl: bool 
     assert x.stride(1) == 1 and x.shape[1] == 2 * size
     out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
     if num_rows:
-        _silu_and_mul_kernel[num_rows, triton.cdiv(size, block)](
+        launch(_silu_and_mul_kernel, num_rows, triton.cdiv(size, block))(
             x, out, size, x.stride(0), BLOCK=block, num_warps=num_warps, **pdl_options(x.device, pdl)
         )
     return out
@@ -273,7 +273,7 @@ def copy_pages(kv: Tensor, page_copies: Tensor) -> None:
     words = pages.view(next(word for num_bytes, word in _WORDS.items() if page_bytes % num_bytes == 0))
     block_c = max(triton.next_power_of_2(num_copies), 16)
     block_w = min(max(4096 // block_c, 8), triton.next_power_of_2(words.shape[2]))
-    _copy_pages_kernel[words.shape[0], triton.cdiv(words.shape[2], block_w)](
+    launch(_copy_pages_kernel, words.shape[0], triton.cdiv(words.shape[2], block_w))(
         words,
         page_copies,
         num_copies,

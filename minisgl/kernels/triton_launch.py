@@ -19,12 +19,20 @@ Owns nothing.
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+
+from minisgl.kernels.compile_ahead import is_dry
+
+
+def launch(kernel: Any, *grid: int) -> Callable[..., object]:
+    """``kernel[grid]``; in a dry run what only asks for the kernel, see `minisgl.kernels.compile_ahead`."""
+    return partial(kernel.warmup, grid=grid) if is_dry() else kernel[grid]
 
 
 @cache

@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.kernels.triton_launch import pdl_options, wait_for_previous
+from minisgl.kernels.triton_launch import launch, pdl_options, wait_for_previous
 
 RECORD = 16
 """int32 of a program in a plan, see `_plan_kernel`."""
@@ -208,7 +208,7 @@ def lay_out(
     line = torch.empty(num_requests + 1, dtype=torch.int32, device=seq_lens.device)
     records = torch.empty(num_programs, RECORD, dtype=torch.int32, device=seq_lens.device)
     num_places = block_r(num_requests)
-    _plan_kernel[1,](
+    launch(_plan_kernel, 1)(
         seq_lens, page_table, line, records, num_requests, page_table.stride(0),
         num_programs, max(1, num_programs // options.each), options.patience, options.item_cost,
         NUM_SETS=num_kv_heads // options.heads, BLOCK_K=options.block_k, PAGE_SIZE=page_size,

@@ -41,7 +41,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minisgl.kernels.triton_elementwise import rms_norm, silu_and_mul
-from minisgl.kernels.triton_launch import let_next_begin, pdl_options, prefetch, wait_for_previous
+from minisgl.kernels.triton_launch import launch, let_next_begin, pdl_options, prefetch, wait_for_previous
 
 MAX_TOKENS = 64
 """From more tokens on, cuBLAS is used."""
@@ -360,9 +360,9 @@ def skinny(
     assert then is None or (path.parts > 1 and then[0].is_contiguous() and then[2].is_contiguous())
     assert then is None or (then[0].shape == (n,) and then[2].shape == out.shape and then[2].dtype == out.dtype)
     norm_weight, eps = (x, 0.0) if norm is None else norm
-    launch, block_n, own_k = pdl_options(x.device, pdl), max(path.block_n, 1 + silu), k // path.parts
+    dependent, block_n, own_k = pdl_options(x.device, pdl), max(path.block_n, 1 + silu), k // path.parts
     whole = path.block_k * path.split >= own_k
-    ahead = _ahead(path, weight, own_k, block_n) if launch["PDL"] and not whole else 0
+    ahead = _ahead(path, weight, own_k, block_n) if dependent["PDL"] and not whole else 0
     target, biased, adds = out, bias is not None, add
     if path.parts > 1:
         target = torch.empty((path.parts, num_tokens, n), dtype=torch.float32, device=x.device)
@@ -378,22 +378,22 @@ def skinny(
     if path.kind == "gemv":
         block_k = min(path.block_k, triton.next_power_of_2(k))
         vector = min(16 // x.element_size(), block_k)
-        _gemv_kernel[grid](*tensors, **sizes, BLOCK_M=block_m, BLOCK_K=block_k, VECTOR=vector, **launch)
+        launch(_gemv_kernel, *grid)(*tensors, **sizes, BLOCK_M=block_m, BLOCK_K=block_k, VECTOR=vector, **dependent)
     else:
         # Hopper's own instructions take 64 rows on the left: those of the tokens, where a program has fewer of W.
         swap = block_n >= 16 and not (block_m == 64 > block_n and path.split == 1)
-        _dot_kernel[grid](
+        launch(_dot_kernel, *grid)(
             *tensors, **sizes, BLOCK_M=max(block_m, 8 if swap else 16), BLOCK_K=path.block_k, SPLIT=path.split,
-            PARTS=path.parts, SWAP=swap, WIDEN=_INTERPRETED and x.dtype == torch.bfloat16, **launch,
+            PARTS=path.parts, SWAP=swap, WIDEN=_INTERPRETED and x.dtype == torch.bfloat16, **dependent,
         )  # fmt: skip
     if path.parts > 1:
         # With a norm as many threads to a token as take 4 numbers each, of every part: all are under way at once.
         block = 256 if then is None else triton.next_power_of_2(n)
         next_weight, next_eps, normed = (x, 0.0, out) if then is None else then
-        _splitk_reduce_kernel[num_tokens, triton.cdiv(n, block)](
+        launch(_splitk_reduce_kernel, num_tokens, triton.cdiv(n, block))(
             target, offset, out, next_weight, normed, next_eps, num_tokens, out.stride(0),
             N=n, PARTS=path.parts, BIAS=bias is not None, ADD=add, NORM=then is not None, BLOCK=block,
-            num_warps=min(max(block // 128, 1), 16), **launch,
+            num_warps=min(max(block // 128, 1), 16), **dependent,
         )  # fmt: skip
     return out
 

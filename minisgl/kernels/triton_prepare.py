@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.kernels.triton_launch import let_next_begin, pdl_options, wait_for_previous
+from minisgl.kernels.triton_launch import launch, let_next_begin, pdl_options, wait_for_previous
 
 
 # Nothing is specialised: sizes differ from step to step, and no step may wait for a compiler.
@@ -120,7 +120,7 @@ def prepare_step(
     if not num_requests:
         return
     decodes = input_ids.shape[0] <= num_requests
-    _prepare_step_kernel[(num_requests,)](
+    launch(_prepare_step_kernel, num_requests)(
         packed, *table, *tokens, seq_lens, page_table, num_requests, page_table_by_row.shape[1], page_table.shape[1],
         PAGE_SIZE=page_size, BLOCK_N=32 if decodes else 1024, BLOCK_P=128 if decodes else 512,
         num_warps=1 if decodes else 4, **pdl_options(packed.device),

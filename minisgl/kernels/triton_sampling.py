@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.kernels.triton_launch import let_next_begin, pdl_options, wait_for_previous
+from minisgl.kernels.triton_launch import launch, let_next_begin, pdl_options, wait_for_previous
 
 _TILE = 4096
 # A multiprocessor then holds four programs, of which one computes while others wait for memory, and none spills. Left
@@ -204,12 +204,12 @@ def _best(
     best_ids = torch.empty(num_rows, dtype=torch.int64, device=device)
     temperature, seeds, positions = noise or (found.keys, best_ids, best_ids)  # not looked at without noise
     if num_rows:
-        _candidates_kernel[num_rows, found.num_tiles](
+        launch(_candidates_kernel, num_rows, found.num_tiles)(
             logits, found.token_ids, temperature, seeds, positions, *found.columns, logits.stride(0), vocab_size,
             ROWS=False, NOISE=noise is not None, TILE=tile, num_warps=8, maxnreg=_MAX_REGISTERS,
             **pdl_options(device),
         )  # fmt: skip
-        _choose_kernel[(num_rows,)](
+        launch(_choose_kernel, num_rows)(
             *found.columns, temperature, best_keys, best_ids, found.num_tiles,
             NOISE=noise is not None, BLOCK=found.block, num_warps=1, **pdl_options(device),
         )  # fmt: skip
@@ -258,12 +258,12 @@ def sample_rows(
     assert out.is_contiguous() and out.shape == (2, num_samples)
     if num_samples:
         found = _Candidates(num_samples, vocab_size, tile, logits.device)
-        _candidates_kernel[num_samples, found.num_tiles](
+        launch(_candidates_kernel, num_samples, found.num_tiles)(
             logits, rows, temperature_by_row, seeds_by_row, positions_by_row, *found.columns, logits.stride(0),
             vocab_size, ROWS=True, NOISE=not all_greedy, TILE=tile, num_warps=num_warps, maxnreg=_MAX_REGISTERS,
             **pdl_options(logits.device),
         )  # fmt: skip
-        _choose_rows_kernel[(num_samples,)](
+        launch(_choose_rows_kernel, num_samples)(
             *found.columns, rows, temperature_by_row, positions_by_row, last_tokens_by_row, out, found.num_tiles,
             NOISE=not all_greedy, BLOCK=found.block, num_warps=1, **pdl_options(logits.device),
         )  # fmt: skip
@@ -318,7 +318,7 @@ def philox(seeds: Tensor, positions: Tensor, vocab_size: int, *, tile: int = _TI
     makes these numbers where it needs them, with ``pairs`` for logits of half precision; written out they are for tests
     and readers."""
     out = torch.empty((seeds.shape[0], vocab_size), dtype=torch.float32, device=seeds.device)
-    _philox_kernel[seeds.shape[0], triton.cdiv(vocab_size, tile)](
+    launch(_philox_kernel, seeds.shape[0], triton.cdiv(vocab_size, tile))(
         seeds, positions, out, vocab_size, TILE=tile, PAIRS=pairs
     )
     return out

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from minisgl.engine.attention.choice import AttentionShape
 from minisgl.forward import ForwardBatch
+from minisgl.kernels.compile_ahead import is_dry
 
 # The kernel keeps semaphores in the first 8 MiB, partial results of at most one split a multiprocessor behind them.
 _XQA_WORKSPACE_BYTES = 32 << 20
@@ -158,6 +159,8 @@ class XqaDecode:
     def forward(self, q: Tensor, kv: Tensor, batch: ForwardBatch, *, scale: float, out: Tensor | None = None) -> Tensor:
         """See `minisgl.forward.AttentionBackend`."""
         out_NHD = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+        if is_dry():
+            return out_NHD
         trtllm_batch_decode_with_kv_cache(
             q.contiguous(),
             (kv[0], kv[1]),

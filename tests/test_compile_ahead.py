@@ -1,0 +1,107 @@
+"""Kernels are compiled before they are needed, once each, by a run that launches and changes nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from minisgl import LLM, SamplingParams
+from minisgl.engine.graphs import GraphCapture
+from minisgl.engine.runner import ModelRunner
+from minisgl.kernels.compile_ahead import dry_run, is_dry
+
+triton = pytest.importorskip("triton")
+
+
+@torch.no_grad()
+def test_a_dry_run_makes_zeros_and_leaves_products_out_in_this_thread_only() -> None:
+    """Every way in which an engine asks for them; each right hand side is NaN."""
+    x, weight, three = torch.ones(2, 3), torch.full((4, 3), torch.nan), torch.full((5, 3, 4), torch.nan)
+    stream = torch.full((2, 4), 7.0)
+    out = stream.clone()
+    with dry_run() as missing, ThreadPoolExecutor(1) as pool:
+        for product in (F.linear(x, weight), F.linear(x, weight, stream[0]), x @ weight.t()):
+            assert torch.equal(product, torch.zeros(2, 4))
+        assert torch.equal(torch.ones(5, 2, 3) @ three, torch.zeros(5, 2, 4))
+        assert F.linear(torch.ones(5, 2, 3), weight).shape == (5, 2, 4)
+        torch.mm(x, weight.t(), out=out)
+        torch.addmm(out, x, weight.t(), out=out)
+        out.addmm_(x, weight.t())
+        assert torch.equal(out, stream), "what is there stays"
+        assert torch.equal(out + 1, stream + 1), "everything else is computed"
+        for new in (torch.empty(50), torch.empty_like(out), out.new_empty(9), torch.empty_strided((4,), (2,))):
+            assert not new.any()
+        assert is_dry() and not pool.submit(is_dry).result()
+        assert pool.submit(F.linear, x, weight).result().isnan().all()
+    assert not is_dry() and not missing and F.linear(x, weight).isnan().all()
+
+
+class Capture(GraphCapture):
+    """One that only compiles, and needs no CUDA device for that."""
+
+    def __init__(self, runner: ModelRunner, max_seq_len: int) -> None:
+        self.runner, self.max_seq_len = runner, max_seq_len
+
+
+def test_dry_steps_change_nothing() -> None:
+    """In the interpreter, which has nothing to compile."""
+    prompts, params = [[5, 6, 7], [8]], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    with LLM("tiny", device="cpu", max_running=4, page_size=16, num_pages=24, max_model_len=64, kernels="triton",
+             attention="triton") as llm:  # fmt: skip
+        runner = llm.engine.runner
+        right = [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+        kept = [*runner.kv.layers, runner.table.page_table, runner.table.last_tokens, runner.attention.counters]
+        before = [tensor.clone() for tensor in kept]
+        Capture(runner, 64).compile(4, 20)
+        assert all(torch.equal(a, b) for a, b in zip(kept, before, strict=True))
+        assert [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)] == right
+
+
+COMPILE = """
+import collections, sys
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from minisgl import LLM
+from minisgl.kernels.compile_ahead import dry_run
+
+class Device:  # that is not there
+    def get_current_device(self): return 0
+    def get_current_stream(self, device=None): return 0
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+
+driver.set_active(Device())
+import minisgl.engine.attention.triton_backend, minisgl.kernels.triton_set  # as kernels to be compiled
+triton.knobs.runtime.interpret = True  # only as long as it is asked whether there is a device
+llm = LLM("tiny", device="cpu", max_running=4, page_size=16, num_pages=24, max_model_len=64, kernels="triton",
+          attention="triton", dtype="bfloat16")
+triton.knobs.runtime.interpret = False
+compiled = collections.Counter()
+triton.knobs.runtime.jit_post_compile_hook = lambda fn, key, **_: compiled.update([f"{fn.name} {key}"])
+from test_compile_ahead import Capture
+capture = Capture(llm.engine.runner, 64)
+capture.compile(4, 20)
+names = {name.split()[0].rsplit(".")[-1] for name in compiled}
+assert {"_plan_kernel", "_decode_kernel", "_norm_rotary_store_kernel", "_candidates_kernel"} <= names, names
+assert set(compiled.values()) == {1} and len(compiled) > 8, compiled
+with torch.no_grad(), dry_run() as missing:  # all of them are found now
+    capture._step_of_tokens(20)
+    for size in (1, 2, 4):
+        capture._step_of_decodes(size)
+assert not missing, list(missing)
+print(len(compiled))
+"""
+
+
+def test_kernels_of_all_steps_are_compiled_once_and_then_found(tmp_path: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parent)}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
