@@ -369,7 +369,7 @@ def test_the_benchmark_writes_a_table_that_can_be_read(monkeypatch: pytest.Monke
     )  # fmt: skip
     assert [(row["product"], row["kind"]) for row in rows[::2]] == [
         ("qkv 64x32", "norm"), ("o 32x32", "add"), ("gate_up 96x32", "norm silu"), ("down 32x48", "add"),
-        ("head 40x32", "plain"),
+        ("head 40x32", "norm"),
     ]  # fmt: skip
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["steps"][0]["ms"] > 0

@@ -34,7 +34,7 @@ from minisgl.kernels.triton_linear import (
     table_as_json,
 )
 
-Kind = Literal["norm", "norm silu", "add", "plain"]
+Kind = Literal["norm", "norm silu", "add"]
 
 MAX_ERROR = 1e-2
 """Greatest ``|result - exact| / |exact|`` of a kernel that may be chosen. Rounding to bfloat16 two or three times gives
@@ -74,7 +74,7 @@ def products(model: str, config: dict[str, Any]) -> list[Product]:
         Product(model, "o", hidden, q, "add", layers),
         Product(model, "gate_up", 2 * size, hidden, "norm silu", layers),
         Product(model, "down", hidden, size, "add", layers),
-        Product(model, "head", config["vocab_size"], hidden, "plain", 1),
+        Product(model, "head", config["vocab_size"], hidden, "norm", 1),
     ]
 
 
@@ -207,8 +207,6 @@ class ProductCase:
                 return lambda: functions.linear_add(x, weight, out)
             case "norm silu":
                 return lambda: functions.norm_linear_silu(x, self.norm_weight, _EPS, weight)
-            case "plain":
-                return lambda: functions.linear(x, weight)
 
     def seconds(self, path: LinearPath, num_tokens: int, run_s: float) -> float:
         """Median of one call."""
