@@ -10,9 +10,10 @@ import os
 import secrets
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from threading import Thread
 
 import torch
 
@@ -64,10 +65,7 @@ def load_engine(config: EngineConfig, *, progress: bool = False) -> LoadedEngine
     device = find_device(config.device)
     folder = find_model(config.model)
     model_config = ModelConfig.from_folder(folder)
-    # Its library is thousands of small files: they are read while the device gets its weights and kernels.
-    reader = ThreadPoolExecutor(1)
-    reading = reader.submit(load_tokenizer, folder)
-    reader.shutdown(wait=False)
+    reading = _in_background(partial(load_tokenizer, folder))
     dtype = find_dtype(config, model_config, device)
     shape = find_attention_shape(config, model_config, device, dtype)
     kernels = load_kernels(config.kernels, device=device)
@@ -84,6 +82,8 @@ def load_engine(config: EngineConfig, *, progress: bool = False) -> LoadedEngine
         max_model_len=context,
         progress=progress,
     )
+    if reading.done():
+        reading.result()  # if it cannot be had, the device need not do anything
     weight_bytes = sum(p.nbytes for p in model.parameters())
     logger.info("loaded %.2f GiB of weights in %.1f s", weight_bytes / 2**30, time.monotonic() - started)
     build = partial(
@@ -110,6 +110,21 @@ def load_engine(config: EngineConfig, *, progress: bool = False) -> LoadedEngine
         recorder = FlightRecorder(header, None if config.trace else config.record)
     core = EngineCore(scheduler, runner, overlap=config.overlap, recorder=recorder, strict=config.strict)
     return LoadedEngine(core, tokenizer, model_config)
+
+
+def _in_background(read: Callable[[], Tokenizer]) -> Future[Tokenizer]:
+    """A tokenizer's library is thousands of small files: they are read while the device gets its weights and kernels.
+    Nobody waits for this thread who does not want the tokenizer."""
+    reading: Future[Tokenizer] = Future()
+
+    def run() -> None:
+        try:
+            reading.set_result(read())
+        except BaseException as error:  # whatever it is, it is for whoever waits
+            reading.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    return reading
 
 
 def check_supported(config: EngineConfig) -> None:

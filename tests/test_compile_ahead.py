@@ -7,6 +7,8 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -65,7 +67,8 @@ def test_dry_steps_change_nothing() -> None:
 
 
 COMPILE = """
-import collections, sys
+import collections
+from dataclasses import replace
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -96,8 +99,52 @@ with torch.no_grad(), dry_run() as missing:  # all of them are found now
     for size in (1, 2, 4):
         capture._step_of_decodes(size)
 assert not missing, list(missing)
-print(len(compiled))
+
+# No variants for widths of the page table, or for where a step's prompts begin.
+from builders import make_batch, make_pages
+runner, sampled = llm.engine.runner, torch.zeros(40, llm.config.vocab_size, dtype=torch.bfloat16)
+for first, new, computed in ((True, [1, 1, 5], [3, 20, 0]), (False, [1, 1, 7, 9, 2], [70, 3, 0, 33, 1])):
+    pages = make_pages(len(new), pages_each=-(-max(n + c for n, c in zip(new, computed)) // 16), seed=1)
+    batch = make_batch([[0] * n for n in new], computed=computed, pages=pages, page_size=16, device="cpu")
+    q = torch.zeros(sum(new), llm.config.num_heads, llm.config.head_dim, dtype=torch.bfloat16)
+    with torch.no_grad(), dry_run() as missing:
+        for last in (True, False):
+            places = torch.zeros(41, dtype=torch.int32)[first:]
+            runner.sampler.launch(sampled[: len(new)], places[: len(new)], runner.table.last_tokens, all_greedy=last)
+        plan = runner.attention.plan(batch)
+        runner.attention.forward(q, runner.kv.layers[0], replace(batch, attn_metadata=plan), scale=1.0)
+    assert {fn for _, fn, _ in missing} == ({"_prefill_kernel"} if first else set()), missing
+    for compilation in missing.values():
+        compilation()
 """
+
+
+def test_a_hook_of_somebody_else_is_asked_by_other_threads_and_put_back() -> None:
+    runtime, asked = triton.knobs.runtime, []
+    facts = dict(key="k", repr="", compile={}, is_manual_warmup=False, already_compiled=False)
+
+    def hook(*, fn: Any, **_: Any) -> str:
+        asked.append(fn)
+        return "theirs"
+
+    runtime.jit_cache_hook, before = hook, runtime.jit_cache_hook
+    try:
+        with pytest.raises(KeyError), dry_run() as missing, ThreadPoolExecutor(1) as pool:
+            assert runtime.jit_cache_hook is not hook
+            assert pool.submit(runtime.jit_cache_hook, fn="a", **facts).result() == "theirs"
+            assert asked == ["a"] and not missing
+            raise KeyError
+        assert runtime.jit_cache_hook is hook and not is_dry()
+        with dry_run() as missing:
+            fn = SimpleNamespace(module="m", name="n", jit_function=SimpleNamespace(preload=asked.append))
+            for data in ("x", "y"):
+                assert runtime.jit_cache_hook(fn=fn, **{**facts, "key": data, "compile": {"specialization_data": data}})
+        assert list(missing) == [("m", "n", "x"), ("m", "n", "y")]
+        for compilation in missing.values():
+            compilation()
+        assert asked == ["a", "x", "y"]
+    finally:
+        runtime.jit_cache_hook = before
 
 
 def test_kernels_of_all_steps_are_compiled_once_and_then_found(tmp_path: Path) -> None:

@@ -143,15 +143,22 @@ def test_sampling_in_a_graph_equals_sampling_without(prompts):
 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
-def test_no_request_waits_for_a_compiler(prompts, kernels):
-    """What a start has not compiled would be compiled in the middle of an answer."""
+@pytest.mark.parametrize("attention", ["auto", "triton"])
+def test_no_request_waits_for_a_compiler(prompts, kernels, attention):
+    """What a start has not compiled would be compiled in the middle of an answer: decodes alone and beside prompts,
+    prompts of all lengths, greedy and random draws, copied pages."""
     runtime = pytest.importorskip("triton").knobs.runtime
     compiled: list[str] = []
-    with LLM("tiny", device="cuda", kernels=kernels, max_running=8, num_pages=200) as llm:
+    params = [SamplingParams(max_tokens=3 + 2 * i, temperature=i % 3, ignore_eos=True) for i in range(len(prompts))]
+    greedy = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    with LLM("tiny", device="cuda", kernels=kernels, attention=attention, max_running=8, num_pages=200) as llm:
         runtime.jit_post_compile_hook = lambda fn, **_: compiled.append(fn.name)
         try:
-            for size in range(1, 10):
-                llm.generate(prompts[:size], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
+            for size in range(1, len(prompts) + 1):
+                llm.generate(prompts[-size:], params[:size], use_tqdm=False)
+                llm.generate(prompts[:size], greedy, use_tqdm=False)
+                if size % 3 == 0:
+                    llm.engine.flush_cache()
         finally:
             runtime.jit_post_compile_hook = None
     assert not compiled

@@ -16,6 +16,8 @@ import math
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -30,6 +32,7 @@ import torch
 from checkpoints import Checkpoint
 
 from minisgl import LLM, RequestOutput, SamplingParams
+from minisgl.checkpoint import TINY
 from minisgl.utils import ceil_div
 
 NUM_PAGES, MAX_MODEL_LEN = 300, 128
@@ -694,6 +697,37 @@ def test_a_failing_step_ends_everything_clearly(
             with_deadline(call)
     assert not len(llm._assembler) and not llm.engine.scheduler.requests
     llm.close()
+
+
+# ------------------------------------------------------------------------------------------------------------- opening
+
+
+def copy_of_tiny(folder: Path) -> Path:
+    shutil.copytree(TINY, folder)
+    return folder
+
+
+def test_a_tokenizer_that_cannot_be_had_ends_the_start(tmp_path: Path) -> None:
+    """Though it is read by another thread, beside the weights."""
+    folder = copy_of_tiny(tmp_path / "model")
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match="cannot load a tokenizer"):
+        LLM(str(folder), device="cpu")
+
+
+def test_a_start_that_fails_does_not_wait_for_the_tokenizer(tmp_path: Path) -> None:
+    folder = copy_of_tiny(tmp_path / "model")
+    next(folder.glob("*.safetensors")).write_bytes(b"broken")
+    code = (
+        "import minisgl.launch as launch, time, sys\n"
+        "launch.load_tokenizer = lambda folder: time.sleep(60)\n"
+        "from minisgl import LLM\n"
+        f"LLM({str(folder)!r}, device='cpu')\n"
+    )
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    assert done.returncode == 1 and time.monotonic() - started < 45
+    assert done.stderr.count("Traceback") <= 2 and "safetensors" in done.stderr.splitlines()[-1]
 
 
 # ------------------------------------------------------------------------------------------------------------- closing

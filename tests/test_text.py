@@ -393,13 +393,20 @@ def test_tools_reach_the_template_and_are_checked(tmp_path: Path) -> None:
             tokenizer.render_chat(USER, tools=tools)
 
 
-@pytest.mark.parametrize("fault", ["missing folder", "a file", "empty folder", "broken tokenizer", "broken config"])
+@pytest.mark.parametrize(
+    "fault", ["missing folder", "a file", "empty folder", "none", "broken tokenizer", "broken config"]
+)
 def test_tokenizers_that_cannot_be_loaded_say_so_in_one_line(tmp_path: Path, fault: str) -> None:
     folder = tmp_path / "model"
     if fault == "a file":
         folder.write_text("x")
     elif fault != "missing folder":
         folder.mkdir()
+    if fault == "none":  # of which the library makes a tokenizer without a vocabulary
+        write_model(folder)
+        for path in folder.glob("*token*"):
+            path.unlink()
+        (folder / "config.json").write_text('{"model_type": "llama"}')
     if fault == "broken tokenizer":
         write_model(folder)
         (folder / "tokenizer.json").write_text("{")

@@ -24,7 +24,7 @@ from minisgl.launch import find_device, find_dtype
 from minisgl.llm import LLM
 
 Count = Literal["input", "output"]
-_WARM_UP = 64  # tokens of each request
+_WARM_UP = 64  # new tokens of each request, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Bench:
         return Run(seconds, scheduler.num_steps - before, tuple(first_token_s), tuple(token_s))
 
     def measure(self, workload: Workload, repeats: int) -> list[Run]:
-        """Run it ``repeats`` times, after a short one that does not count."""
+        """Run it ``repeats`` times, after a run that is no longer, and does not count."""
         self.run(workload.shortened(_WARM_UP))
         return [self.run(workload) for _ in range(repeats)]
 

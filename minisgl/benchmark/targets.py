@@ -12,6 +12,7 @@ import logging
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -216,19 +217,20 @@ with LLM(**json.loads(sys.argv[1])) as llm:
 
 
 def start_up(options: Mapping[str, Any]) -> tuple[float, list[str]]:
-    """Seconds from the start of a new process, imports and all, to its first token; and what it said on the way, with
-    the time of each line. Raises ``RuntimeError`` with its last words if it brings none."""
+    """Seconds from the start of a new process, imports and all, to its first token; and what it said on the way, each
+    line with milliseconds from almost its start. Raises ``RuntimeError`` with its last words if it brings none."""
     started = time.perf_counter()
-    with subprocess.Popen(
-        [sys.executable, "-c", _CHILD, json.dumps(dict(options))],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as child:
+    command = [sys.executable, "-c", _CHILD, json.dumps(dict(options))]
+    with (
+        tempfile.TemporaryFile("w+") as said,  # a pipe would be full some time
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True) as child,
+    ):
         assert child.stdout is not None
         line = child.stdout.readline()
         seconds = time.perf_counter() - started
-        _, errors = child.communicate()
+        child.communicate()
+        said.seek(0)
+        errors = said.read()
     if line.strip() != "first token":
         raise RuntimeError(f"the process brought no token: {(errors.strip().splitlines() or ['no message'])[-1]}")
     return seconds, [line for line in errors.splitlines() if " ms: " in line]

@@ -219,13 +219,14 @@ class GraphCapture:
         return graphs
 
     def compile(self, max_requests: int, max_tokens: int) -> None:
-        """Compile the kernels of steps of all sizes: compiled when they are first launched, one after the other, they
-        would take most of the start."""
+        """Compile the kernels of decodes of all sizes and of a step of so many tokens, attention to prompts excepted:
+        compiled when they are first launched, one after the other, they would take most of the start."""
 
         def steps() -> None:
             self._step_of_tokens(max_tokens)
             for size in decode_buckets(max_requests):
                 self._step_of_decodes(size)
+            self.runner.kv.copy_pages(np.zeros((1, 2), np.int32))
 
         compile_ahead(steps, self.runner.table.device)
 
@@ -297,8 +298,11 @@ class GraphCapture:
         return step, buffers, forward, draw
 
     def _step_of_decodes(self, num_requests: int) -> None:
-        _, _, forward, draw = self._decodes(num_requests)
-        draw(forward()[1])
+        _, buffers, forward, draw = self._decodes(num_requests)
+        _, logits = forward()
+        draw(logits)
+        runner = self.runner  # beside prompts, outside of graphs, a draw may be greedy for all
+        runner.sampler.launch(logits, buffers.packed[:num_requests], runner.table.last_tokens, all_greedy=True)
 
     def _step_of_tokens(self, num_tokens: int) -> None:
         _, batch = self._tokens(num_tokens)

@@ -1,19 +1,21 @@
 """The kernels of an engine, compiled before its first step, many at a time.
 
 Chapter 4 tells this module's story. Triton compiles a kernel when it is first launched, which takes a second or so. An
-engine has some fifty, and steps of different sizes share most of them. So all steps are first run *dry*: nothing is
-launched, what they compute is zeros, and Triton says which kernels it would have to compile. These are then compiled
-side by side, each once. Owns nothing.
+engine has some fifty, and steps of different sizes share most of them. So steps of all kinds are first run *dry*:
+nothing is launched, what they compute is zeros, and Triton says which kernels it would have to compile. These are then
+compiled side by side, each once. Owns nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from threading import RLock
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _is_dry = ContextVar("is_dry", default=False)  # of this thread
+_one_at_a_time = RLock()  # Triton has one hook for all threads
 
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm.default, _aten.mm.out, _aten.addmm.default, _aten.addmm.out, _aten.addmm_.default,
@@ -55,10 +58,9 @@ class _Zeros(TorchDispatchMode):
 @contextmanager
 def dry_run() -> Iterator[dict[Any, Callable[[], object]]]:
     """As long as the block lasts, this thread launches nothing. Yields how to compile what it would have had to, by
-    kernel and variant. Other threads notice nothing."""
+    kernel and variant. Other threads launch and compile as ever, but wait here."""
     runtime = import_module("triton.knobs").runtime
     missing: dict[Any, Callable[[], object]] = {}
-    before = runtime.jit_cache_hook
 
     def note(*, fn: Any, key: Any, compile: dict[str, Any], **others: Any) -> Any:
         if not is_dry():
@@ -67,14 +69,15 @@ def dry_run() -> Iterator[dict[Any, Callable[[], object]]]:
         missing[fn.module, fn.name, str(key)] = lambda: fn.jit_function.preload(data)
         return True  # do not compile it now
 
-    token = _is_dry.set(True)
-    runtime.jit_cache_hook = note
-    try:
-        with _Zeros():
-            yield missing
-    finally:
-        runtime.jit_cache_hook = before
-        _is_dry.reset(token)
+    with _one_at_a_time:
+        before, runtime.jit_cache_hook = runtime.jit_cache_hook, note
+        token = _is_dry.set(True)
+        try:
+            with torch.inference_mode(False), torch.no_grad(), _Zeros():
+                yield missing
+        finally:
+            _is_dry.reset(token)
+            runtime.jit_cache_hook = before
 
 
 def compile_ahead(steps: Callable[[], None], device: torch.device) -> int:
@@ -82,11 +85,14 @@ def compile_ahead(steps: Callable[[], None], device: torch.device) -> int:
     lost, and nothing is written but by torch. Returns how many; without Triton there are none."""
     if find_spec("triton") is None:
         return 0
-    with torch.no_grad(), dry_run() as missing:
+    where: Callable[[], AbstractContextManager[object]] = nullcontext
+    if device.type == "cuda":  # threads begin with device 0
+        where = partial(torch.cuda.device, torch.cuda.current_device() if device.index is None else device.index)
+    with where(), dry_run() as missing:
         steps()
 
     def run(compilation: Callable[[], object]) -> None:
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        with where():
             compilation()
 
     with ThreadPoolExecutor() as pool:

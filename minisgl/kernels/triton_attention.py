@@ -30,6 +30,9 @@ from minisgl.kernels.triton_line import MIN_ROWS, RECORD, DecodePlan, block_r, b
 # Of a piece's weight, side by side: so it is read by the threads that have the piece. With one copy the compiler takes
 # others, and brings them together through shared memory, piece by piece.
 _COPIES = 4
+# What differs from step to step. A variant for each kind of number or address would be compiled while requests wait.
+_ANY_NUMBER = ["num_requests", "table_stride"]
+_ANY_PLACE = ["page_table", "seq_lens"]
 _LOG2_E = math.log2(math.e)  # weights are powers of 2, which the hardware has an instruction for
 
 
@@ -84,7 +87,7 @@ def _absorb(q, k, v, sees, scale, peak, acc, MASKED: tl.constexpr, WIDEN: tl.con
     return new_peak, acc, weights, shrink
 
 
-@triton.jit(do_not_specialize=["num_requests"])
+@triton.jit(do_not_specialize=_ANY_NUMBER, do_not_specialize_on_alignment=_ANY_PLACE)
 def _prefill_kernel(
     q, kv, out, page_table, cu_seqlens_q, seq_lens, num_requests, scale,
     q_stride, out_stride, v_offset, table_stride,
@@ -201,7 +204,7 @@ def _prefetch_kv(
     prefetch(address, there.to(tl.int32) * (WIDTH * (kv.dtype.element_ty.primitive_bitwidth // 8)))
 
 
-@triton.jit(do_not_specialize=["num_requests"])
+@triton.jit(do_not_specialize=_ANY_NUMBER, do_not_specialize_on_alignment=_ANY_PLACE)
 def _decode_kernel(
     q, kv, out, pieces, counters, page_table, seq_lens, plan, num_requests, scale,
     q_stride, out_stride, v_offset, table_stride,

@@ -72,7 +72,9 @@ def _whole_border(
     return tl.where(up, item + 1, item), tl.where(up, end, begin)
 
 
-@triton.jit(do_not_specialize=["num_requests"])
+@triton.jit(
+    do_not_specialize=["num_requests", "table_stride"], do_not_specialize_on_alignment=["page_table", "seq_lens"]
+)
 def _plan_kernel(
     seq_lens, page_table, line, plan, num_requests, table_stride, num_programs, num_multiprocessors, patience,
     item_cost, NUM_SETS: tl.constexpr, BLOCK_K: tl.constexpr, PAGE_SIZE: tl.constexpr,

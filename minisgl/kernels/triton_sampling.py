@@ -26,6 +26,8 @@ _TILE = 4096
 # A multiprocessor then holds four programs, of which one computes while others wait for memory, and none spills. Left
 # alone, Triton 3.6 takes as many and 3.9 takes 74. With 48 it would hold five, but rows that are not aligned spill.
 _MAX_REGISTERS = 64
+# Their addresses differ with the number of rows; a variant for each kind would be compiled while requests wait.
+_ANY_PLACE = ["rows", "keys", "peaks", "token_ids"]
 
 
 @triton.jit
@@ -84,7 +86,7 @@ def _exponential(u):
     return -(shift.to(tl.float32) * (0.6931471805599453 * 2.0**-23)) - f * p
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_ANY_PLACE)
 def _candidates_kernel(
     logits, rows, temperature, seeds, positions, keys, peaks, token_ids, stride, vocab_size,
     ROWS: tl.constexpr, NOISE: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
@@ -145,7 +147,7 @@ def _choose(keys, peaks, token_ids, heat, sample, num_tiles, NOISE: tl.constexpr
     return tl.where(broken, float("nan"), best), token_id
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_ANY_PLACE)
 def _choose_kernel(
     keys, peaks, token_ids, temperature, best_keys, best_ids, num_tiles,
     NOISE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -160,7 +162,7 @@ def _choose_kernel(
     tl.store(best_ids + sample, token_id.to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_ANY_PLACE)
 def _choose_rows_kernel(
     keys, peaks, token_ids, rows, temperature, positions, last_tokens, out, num_tiles,
     NOISE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
