@@ -406,7 +406,7 @@ def test_tokenizers_that_cannot_be_loaded_say_so_in_one_line(tmp_path: Path, fau
         write_model(folder)
         for path in folder.glob("*token*"):
             path.unlink()
-        (folder / "config.json").write_text('{"model_type": "llama"}')
+        (folder / "config.json").write_text('{"model_type": "qwen2"}')
     if fault == "broken tokenizer":
         write_model(folder)
         (folder / "tokenizer.json").write_text("{")

@@ -43,7 +43,8 @@ def load_tokenizer(folder: str | Path, *, chat_template: str | Path | None = Non
     except Exception as error:  # the library raises all kinds for broken files; each means the same to a user
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"cannot load a tokenizer from {folder}: {reason}") from error
-    if not backend.get_vocab_size(with_added_tokens=False):  # what the library makes of a folder without a tokenizer
+    special = {token.content for token in backend.get_added_tokens_decoder().values()}
+    if special.issuperset(backend.get_vocab(with_added_tokens=False)):  # what is made of a folder without a tokenizer
         raise ValueError(f"cannot load a tokenizer from {folder}: there is none")
     if chat_template is not None:
         hf.chat_template = _read_template(chat_template)
