@@ -223,10 +223,11 @@ class GraphCapture:
         compiled when they are first launched, one after the other, they would take most of the start."""
 
         def steps() -> None:
-            self._step_of_tokens(max_tokens)
-            for size in decode_buckets(max_requests):
-                self._step_of_decodes(size)
             self.runner.kv.copy_pages(np.zeros((1, 2), np.int32))
+            with self._two_layers():
+                self._step_of_tokens(max_tokens)
+                for size in decode_buckets(max_requests):
+                    self._step_of_decodes(size)
 
         compile_ahead(steps, self.runner.table.device)
 
@@ -315,6 +316,17 @@ class GraphCapture:
         buffers = StepBuffers.new(1, num_tokens, table_width=1, packed_len=len(step.values), device=table.device)
         table.send(step, into=buffers.packed)
         return buffers, table.batch(step, buffers)
+
+    @contextmanager
+    def _two_layers(self) -> Iterator[None]:
+        """The model has only two layers: they launch what all others do, and are ready in a moment."""
+        decoder, kv = self.runner.model.model, self.runner.kv
+        layers, kv_layers = decoder.layers, kv.layers
+        decoder.layers, kv.layers = layers[:2], kv_layers[:2]
+        try:
+            yield
+        finally:
+            decoder.layers, kv.layers = layers, kv_layers
 
     def _host_is_slow(self, num_tokens: int) -> bool:
         """Whether the host takes more than half as long to launch a step of so many tokens as the device to compute it.
