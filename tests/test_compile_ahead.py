@@ -67,7 +67,7 @@ def test_dry_steps_change_nothing() -> None:
 
 
 COMPILE = """
-import collections
+import collections, sys
 from dataclasses import replace
 import torch, triton
 from triton.backends.compiler import GPUTarget
@@ -79,7 +79,14 @@ class Device:  # that is not there
     def get_current_device(self): return 0
     def get_current_stream(self, device=None): return 0
     def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def launcher_cls(self, source, metadata): return "launcher"
+    utils = property(lambda self: self)
+    def get_device_properties(self, device): return {"max_shared_mem": 232_448}
+    def load_binary(self, name, binary, shared, device):
+        loaded.append(name)
+        return "module", "function", 0, 0, 1024
 
+loaded = []
 driver.set_active(Device())
 import minisgl.engine.attention.triton_backend, minisgl.kernels.triton_set  # as kernels to be compiled
 triton.knobs.runtime.interpret = True  # only as long as it is asked whether there is a device
@@ -94,6 +101,8 @@ capture.compile(4, 20)
 names = {name.split()[0].rsplit(".")[-1] for name in compiled}
 assert {"_plan_kernel", "_decode_kernel", "_norm_rotary_store_kernel", "_candidates_kernel"} <= names, names
 assert set(compiled.values()) == {1} and len(compiled) > 8, compiled
+assert sorted(loaded) == sorted(name.split()[0].rsplit(".")[-1] for name in compiled), loaded
+assert "torch._dynamo" not in sys.modules, "seconds"
 with torch.no_grad(), dry_run() as missing:  # all of them are found now
     capture._step_of_tokens(20)
     for size in (1, 2, 4):

@@ -302,8 +302,10 @@ class GraphCapture:
         _, buffers, forward, draw = self._decodes(num_requests)
         _, logits = forward()
         draw(logits)
-        runner = self.runner  # beside prompts, outside of graphs, a draw may be greedy for all
-        runner.sampler.launch(logits, buffers.packed[:num_requests], runner.table.last_tokens, all_greedy=True)
+        # Outside of graphs, a draw may be greedy for all, or of logits that were adjusted.
+        sampler, zeros = self.runner.sampler, torch.zeros(num_requests, dtype=torch.int64, device=logits.device)
+        sampler.launch(logits, buffers.packed[:num_requests], self.runner.table.last_tokens, all_greedy=True)
+        sampler.kernels.gumbel_argmax(logits[:, : sampler.vocab_size].float(), zeros, zeros)
 
     def _step_of_tokens(self, num_tokens: int) -> None:
         _, batch = self._tokens(num_tokens)

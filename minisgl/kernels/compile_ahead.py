@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -20,16 +21,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 _is_dry = ContextVar("is_dry", default=False)  # of this thread
 _one_at_a_time = RLock()  # Triton has one hook for all threads
 
-_aten = torch.ops.aten
-_PRODUCTS = {_aten.mm.default, _aten.mm.out, _aten.addmm.default, _aten.addmm.out, _aten.addmm_.default,
-             _aten.bmm.default, _aten.bmm.out, _aten.baddbmm.default, _aten.baddbmm.out}  # fmt: skip
-_EMPTY = {_aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default,
-          _aten.new_empty.default, _aten.new_empty_strided.default}  # fmt: skip
+_EMPTY = {torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty, Tensor.new_empty_strided}
+_PRODUCTS = {torch.mm, torch.addmm, torch.bmm, torch.baddbmm, torch.matmul, Tensor.matmul, Tensor.__matmul__, F.linear}
 
 
 def is_dry() -> bool:
@@ -38,35 +37,54 @@ def is_dry() -> bool:
     return _is_dry.get()
 
 
-class _Zeros(TorchDispatchMode):
+class _Zeros(TorchFunctionMode):
     """This thread's new memory is zeros, since no kernel will write it and indices are read from it; and its matrix
     products are not computed, since cuBLAS has nothing to compile: new ones are zeros, others stay what they were."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _EMPTY:
             return func(*args, **kwargs).zero_()
+        if func is Tensor.addmm_:
+            return args[0]
         if func not in _PRODUCTS:
             return func(*args, **kwargs)
-        if func is _aten.addmm_.default:
-            return args[0]
+        if (out := kwargs.get("out")) is not None:
+            return out
+        if func is F.linear:
+            return args[0].new_zeros(*args[0].shape[:-1], args[1].shape[0])
         left, right = args[-2:]
-        out: Tensor | None = kwargs.get("out")
-        return left.new_zeros(*left.shape[:-1], right.shape[-1]) if out is None else out
+        return left.new_zeros(*left.shape[:-1], right.shape[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Compilation:
+    """What is left to do for one variant of a kernel.
+
+    Args:
+        function: Triton's ``JITFunction``.
+        data: which variant, as Triton writes it.
+    """
+
+    function: Any
+    data: str
+
+    def __call__(self) -> Any:
+        """Compile it; returns Triton's ``CompiledKernel``."""
+        return self.function.preload(self.data)
 
 
 @contextmanager
-def dry_run() -> Iterator[dict[Any, Callable[[], object]]]:
-    """As long as the block lasts, this thread launches nothing. Yields how to compile what it would have had to, by
-    kernel and variant. Other threads launch and compile as ever, but wait here."""
+def dry_run() -> Iterator[dict[Any, Compilation]]:
+    """As long as the block lasts, this thread launches nothing. Yields what it would have had to compile, by kernel and
+    variant. Other threads launch and compile as ever, but wait here."""
     runtime = import_module("triton.knobs").runtime
-    missing: dict[Any, Callable[[], object]] = {}
+    missing: dict[Any, Compilation] = {}
 
     def note(*, fn: Any, key: Any, compile: dict[str, Any], **others: Any) -> Any:
         if not is_dry():
             return before(fn=fn, key=key, compile=compile, **others) if before is not None else None
-        data = compile["specialization_data"]
-        missing[fn.module, fn.name, str(key)] = lambda: fn.jit_function.preload(data)
+        missing[fn.module, fn.name, str(key)] = Compilation(fn.jit_function, compile["specialization_data"])
         return True  # do not compile it now
 
     with _one_at_a_time:
@@ -91,10 +109,15 @@ def compile_ahead(steps: Callable[[], None], device: torch.device) -> int:
     with where(), dry_run() as missing:
         steps()
 
-    def run(compilation: Callable[[], object]) -> None:
+    def run(compilation: Compilation) -> None:
         with where():
-            compilation()
+            _ = compilation().run  # it is loaded, too: some versions compile C code for its launch then
 
+    # The first one alone: Triton looks at all of its own files then, as each thread would at once. Then the longest, so
+    # that none of them begins when the others are done.
+    by_length = sorted(missing.values(), key=lambda compilation: len(compilation.function.src))
+    for compilation in by_length[:1]:
+        run(compilation)
     with ThreadPoolExecutor() as pool:
-        list(pool.map(run, missing.values()))
+        list(pool.map(run, reversed(by_length[1:])))
     return len(missing)
