@@ -113,13 +113,15 @@ def load_engine(config: EngineConfig, *, progress: bool = False) -> LoadedEngine
 
 
 def _in_background(read: Callable[[], Tokenizer]) -> Future[Tokenizer]:
-    """A tokenizer's library is thousands of small files: they are read while the device gets its weights and kernels.
-    Nobody waits for this thread who does not want the tokenizer."""
+    """A tokenizer's library takes seconds to import: it is, while the device gets its weights and kernels. Nobody waits
+    for this thread who does not want the tokenizer."""
     reading: Future[Tokenizer] = Future()
 
     def run() -> None:
+        started = time.monotonic()
         try:
             reading.set_result(read())
+            logger.info("read the tokenizer in %.1f s", time.monotonic() - started)
         except BaseException as error:  # whatever it is, it is for whoever waits
             reading.set_exception(error)
 

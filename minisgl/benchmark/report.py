@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,9 @@ def provenance(device: torch.device) -> dict[str, Any]:
     """Device, versions, commit, command and date of a measurement made now. Where the source is no repository, the
     commit can be given as ``MINISGL_COMMIT``."""
     versions = {"python": platform.python_version(), "torch": torch.__version__}
+    for library in ("triton", "transformers"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[library] = metadata.version(library)
     if device.type == "cuda":
         name, versions["cuda"] = torch.cuda.get_device_name(device), str(torch.version.cuda)
         driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
