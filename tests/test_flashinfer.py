@@ -174,7 +174,7 @@ def overlapped(
     busy, so that copies wait in the stream."""
     outs, done = [], [torch.cuda.Event() for _ in batches]
     for k, (batch, q) in enumerate(zip(batches, qs, strict=True)):
-        torch.cuda._sleep(500_000)  # about 0.3 ms: longer than the host takes for a step
+        torch.cuda._sleep(5_000_000)  # 2 or 3 ms: longer than the host takes for a step
         outs.append(run(split, q, kv, batch))
         done[k].record()
         if k:
