@@ -14,6 +14,7 @@ import re
 import sys
 import types
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from pathlib import Path
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from minisgl import __version__
@@ -76,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         help="the same arrivals under another policy, such as order=prefill_first; may be repeated",
     )  # fmt: skip
     replay_.add_argument("--bisect", choices=["check"], help="find the first step after which an invariant is broken")
-    replay_.add_argument("--perfetto", metavar="FILE", help="write the trace for ui.perfetto.dev or chrome://tracing")
+    _add_file(replay_, "--perfetto")
 
     info = _command(commands, "info", _info, "say what a model is, and how much of it fits on this machine")
     info.add_argument("model_name", nargs="?", metavar="MODEL", help='"tiny", a folder, or a hub id (default: tiny)')
@@ -109,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     attention = _command(bench, "attention", _bench_attention, "attention kernels side by side, each against its floor")
     gemm = _command(bench, "gemm", _bench_gemm, "products of few tokens: our kernels against the library's")
     for parser_ in (attention, gemm):
-        parser_.add_argument("--output", metavar="FILE", help="write the figures, and where they come from, as JSON")
+        _add_file(parser_, "--output")
         _add_fields(parser_, EngineConfig, only=("device",))
     for name in ("decode", "prefill"):
         attention.add_argument(
@@ -122,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     attention.add_argument("--heads", action="append", type=_row("QxKV"), metavar="QxKV", help="query heads, KV heads")
     attention.add_argument("--repeats", type=_integer(1), default=7, metavar="N", help="measured runs (default: 7)")
     gemm.add_argument("--shapes", type=_shapes, metavar="NAMES", help="of these published models, separated by commas")
-    gemm.add_argument("--table-output", metavar="FILE", help="write the table that the engine chooses by")
+    _add_file(gemm, "--table-output")
     online = _bench(bench, "serve", _bench_serve, "requests that arrive by chance at a server")
     _add_remote(online, "measure this running server, instead of one that is started for it")
     online.add_argument("--rate", type=_positive, default=4.0, help="requests a second; inf: all at once (default: 4)")
@@ -133,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
         "--tpot-limit", type=_positive, metavar="SECONDS", help="from token to token in the mean, for goodput"
     )
     online.add_argument("--seed", type=_integer(0), default=0, metavar="N", help="of arrivals and prompts (default: 0)")
-    online.add_argument("--picture", metavar="FILE", help="write an SVG with a line for each request")
+    _add_file(online, "--picture")
     front = _command(bench, "front", _bench_front, "the server without a model: events and tokens a second")
     front.add_argument(
         "--streams", type=_integer(1), action="append", metavar="N",
@@ -141,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     front.add_argument("--rate", type=_positive, default=50.0, help="tokens a second of each answer (default: 50)")
     front.add_argument("--seconds", type=_positive, default=5.0, help="that an answer takes (default: 5)")
-    front.add_argument("--output", metavar="FILE", help="write the figures, and where they come from, as JSON")
+    _add_file(front, "--output")
     _add_fields(front, EngineConfig, only=("model",))
     everything = _bench(bench, "all", _bench_all, "all rows that have a target, in one table", skip=("model",))
     everything.add_argument(
@@ -154,7 +155,7 @@ def _parser() -> argparse.ArgumentParser:
         profile.add_argument(
             f"--{name}", type=_integer(1), default=default, metavar="N", help=f"{text} (default: {default})"
         )
-    profile.add_argument("--perfetto", metavar="FILE", help="write the trace for ui.perfetto.dev or chrome://tracing")
+    _add_file(profile, "--perfetto")
     _add_measured(profile)
     return parser
 
@@ -436,8 +437,28 @@ def _add_measured(parser: argparse.ArgumentParser, *, skip: Collection[str] = ()
     if "model" not in skip:
         text = "a published model's shape with random weights, instead of a model"
         parser.add_argument("--shape", choices=list(SHAPES), help=text)
-    parser.add_argument("--output", metavar="FILE", help="write the figures, and where they come from, as JSON")
+    _add_file(parser, "--output")
     _add_fields(parser, EngineConfig, skip=("record", "trace", *skip))
+
+
+_FILES = {
+    "--output": "write the figures, and where they come from, as JSON",
+    "--perfetto": "write the trace for ui.perfetto.dev or chrome://tracing",
+    "--picture": "write an SVG with a line for each request",
+    "--table-output": "write the table that the engine chooses by",
+}
+
+
+def _add_file(parser: argparse.ArgumentParser, flag: str) -> None:
+    """Where something is written in the end. Whether it can be is seen at once."""
+
+    def writable(text: str) -> str:
+        path = Path(text)
+        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise argparse.ArgumentTypeError(f"{text} cannot be written")
+        return text
+
+    parser.add_argument(flag, type=writable, metavar="FILE", help=_FILES[flag])
 
 
 def _add_lengths(parser: argparse.ArgumentParser) -> None:

@@ -30,7 +30,7 @@ from minisgl.engine.request_table import RequestTable
 from minisgl.engine.runner import ModelRunner
 from minisgl.engine.sampler import Sampler
 from minisgl.forward import AttentionBackend
-from minisgl.kernels.kernel_set import Kernels, load_kernels
+from minisgl.kernels.kernel_set import Kernels, load_kernels, on_device
 from minisgl.model import load_model
 from minisgl.model.decoder import CausalLM
 from minisgl.scheduler import Scheduler
@@ -63,6 +63,11 @@ def load_engine(config: EngineConfig, *, progress: bool = False) -> LoadedEngine
     """
     check_supported(config)
     device = find_device(config.device)
+    with on_device(device):
+        return _load(config, device, progress)
+
+
+def _load(config: EngineConfig, device: torch.device, progress: bool) -> LoadedEngine:
     folder = find_model(config.model)
     model_config = ModelConfig.from_folder(folder)
     reading = _in_background(partial(load_tokenizer, folder))

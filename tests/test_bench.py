@@ -274,9 +274,17 @@ def test_all_targets_in_one_table(
     options: dict[str, Any], no_ceilings: None, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(targets, "start_up", lambda options: (3.0, ["5 ms: imported"]))
+    caches = []
+
+    def start(options: dict[str, Any], triton_cache: str) -> tuple[float, list[str]]:
+        caches.append(triton_cache)
+        (Path(triton_cache) / "kernel").touch(exist_ok=len(caches) == 2)
+        return 4.0 - len(caches), ["5 ms: imported"]
+
+    monkeypatch.setattr(targets, "start_up", start)
     rows = [
-        StartUp(None, must=2, goal=1),
+        StartUp(None, must=2.5, goal=1),
+        StartUp(None, must=2.5, goal=1, kernels="on disk"),
         Target("easy", None, SMALL, must=1, goal=2, repeats=1),
         Target("hard", None, SMALL, must=1e12, goal=2e12, count="input", repeats=1),
         Target("hard for this machine", None, SMALL, must=1e12, goal=2e12, roofline=1e30, repeats=1),
@@ -286,10 +294,11 @@ def test_all_targets_in_one_table(
     with pytest.raises(RuntimeError, match="no-such-shape"):
         bench_all(options, targets=rows, output=str(path))
     report = json.loads(path.read_text())
-    assert [row["reached"] for row in report["rows"]] == ["NO", "yes", "NO", "by share"] and len(report["failed"]) == 1
-    assert report["rows"][2]["row"] == "hard, input tok/s" and report["rows"][0]["measured"] == 3.0
+    assert [row["reached"] for row in report["rows"]] == ["NO", "yes", "yes", "NO", "by share"]
+    assert report["rows"][3]["row"] == "hard, input tok/s" and report["rows"][0]["measured"] == 3.0
+    assert len(report["failed"]) == 1 and caches[0] == caches[1] and not Path(caches[0]).exists()
     detail = report["details"][options["model"]]
-    assert detail["easy"]["share %"] == report["rows"][1]["share %"] and len(detail["easy"]["runs"]) == 1
+    assert detail["easy"]["share %"] == report["rows"][2]["share %"] and len(detail["easy"]["runs"]) == 1
     assert "kernels" not in detail["easy"]  # its goal is reached
     kernels = detail["hard"]["kernels"]
     assert kernels["kind"] == "decode" and kernels["requests a step"] == SMALL.num_requests

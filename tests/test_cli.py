@@ -152,7 +152,8 @@ def test_bad_usage_is_code_2_and_one_line(run: Run, options: list[str], says: st
         ["bench", "offline", "--num-requests", "0"], ["bench", "offline", "--repeats", "0"],
         ["bench", "offline", "--input-len", "10", "5"], ["bench", "offline", "--output-len", "0", "5"],
         ["replay", "file", "--step", "-1"], ["replay", "file", "--what-if", "page_size=many"],
-        ["replay", "file", "--what-if", "speed=high"],
+        ["replay", "file", "--what-if", "speed=high"], ["bench", "all", "--output", "no/such/folder/file"],
+        ["profile", "--perfetto", "."], ["bench", "serve", "--picture", "no/such/folder/file"],
     ],
     ids=" ".join,
 )  # fmt: skip

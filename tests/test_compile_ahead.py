@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from minisgl import LLM, SamplingParams
+from minisgl.engine import graphs
 from minisgl.engine.graphs import GraphCapture
 from minisgl.engine.runner import ModelRunner
 from minisgl.kernels.compile_ahead import dry_run, is_dry
@@ -66,6 +67,21 @@ def test_dry_steps_change_nothing() -> None:
         assert [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)] == right
 
 
+def test_what_cannot_be_compiled_ahead_is_said_and_costs_only_time(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> None:
+        raise errors.pop()
+
+    errors: list[Exception] = [torch.OutOfMemoryError("full"), AttributeError("no preload in this version")]
+    monkeypatch.setattr(graphs, "compile_ahead", fail)
+    capture = Capture(SimpleNamespace(table=SimpleNamespace(device=torch.device("cpu"))), 64)  # type: ignore[arg-type]
+    capture.compile(4, 20)
+    assert "no preload in this version" in caplog.text
+    with pytest.raises(torch.OutOfMemoryError):
+        capture.compile(4, 20)
+
+
 COMPILE = """
 import collections, sys
 from dataclasses import replace
@@ -95,18 +111,24 @@ llm = LLM("tiny", device="cpu", max_running=4, page_size=16, num_pages=24, max_m
 triton.knobs.runtime.interpret = False
 compiled = collections.Counter()
 triton.knobs.runtime.jit_post_compile_hook = lambda fn, key, **_: compiled.update([f"{fn.name} {key}"])
+from concurrent.futures import ThreadPoolExecutor
 from test_compile_ahead import Capture
 capture = Capture(llm.engine.runner, 64)
-capture.compile(4, 20)
+with ThreadPoolExecutor() as pool:  # two engines that load at once
+    list(pool.map(lambda _: capture.compile(4, 20), range(2)))
 names = {name.split()[0].rsplit(".")[-1] for name in compiled}
 assert {"_plan_kernel", "_decode_kernel", "_norm_rotary_store_kernel", "_candidates_kernel"} <= names, names
 assert set(compiled.values()) == {1} and len(compiled) > 8, compiled
 assert sorted(loaded) == sorted(name.split()[0].rsplit(".")[-1] for name in compiled), loaded
 assert "torch._dynamo" not in sys.modules, "seconds"
+kv = llm.engine.runner.kv
 with torch.no_grad(), dry_run() as missing:  # all of them are found now
-    capture._step_of_tokens(20)
+    for size in range(1, 21):
+        capture._step_of_tokens(size)
     for size in (1, 2, 4):
         capture._step_of_decodes(size)
+        for pages in (kv._all, kv._all.new_zeros(2, 2, 32, *kv._all.shape[3:])):  # of the trial's pool, of the real one
+            kv.kernels.copy_pages(pages, torch.zeros(size, 2, dtype=torch.int32))
 assert not missing, list(missing)
 
 # No variants for widths of the page table, or for where a step's prompts begin.

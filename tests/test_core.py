@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from checkpoints import Checkpoint
 
 from minisgl import LLM, SamplingParams
+from minisgl.engine import runner as module
 from minisgl.scheduler.flight import Failure, Replay, read_records
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -28,6 +31,22 @@ def test_o13_a_failed_check_is_logged_and_the_engine_goes_on(open_llm, caplog):
         assert llm.generate([5, 6, 7], GREEDY)[0].token_ids == want
         assert "integrity check failed" in caplog.text and llm.engine.num_failed_checks == 1
         assert llm.generate([5, 6, 7], GREEDY)[0].token_ids == want
+
+
+def test_each_step_runs_on_the_engine_s_device(open_llm, monkeypatch):
+    """Current devices are a thread's own, and who calls the engine may have another one."""
+    entered = []
+
+    @contextmanager
+    def on_device(device):
+        entered.append(device)
+        yield
+
+    assert module.on_device(torch.device("cuda", 1)).idx == 1
+    with open_llm() as llm:
+        monkeypatch.setattr(module, "on_device", on_device)
+        llm.generate([5, 6, 7], GREEDY)
+        assert entered == [torch.device("cpu")] * 2 * 6, "six steps, forward and sample"
 
 
 def test_o13_strict_raises(open_llm):

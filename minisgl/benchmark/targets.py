@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from minisgl.benchmark.ceilings import Ceilings
 from minisgl.benchmark.measure import Bench, Count, as_report, ceilings_of, engine_options, open_bench
@@ -55,11 +57,17 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class StartUp:
-    """A row: seconds from the start of a process to its first token."""
+    """A row: seconds from the start of a process to its first token.
+
+    Args:
+        shape, must, goal: as in `Target`, but seconds.
+        kernels: "new" if Triton has none of them on disk, "on disk" if it has those of the row before.
+    """
 
     shape: str | None
     must: float | None
     goal: float | None
+    kernels: Literal["new", "on disk"] = "new"
 
 
 # The longest are measured once: they take half a minute, and from run to run a thousandth more or less.
@@ -69,7 +77,8 @@ TARGETS: tuple[Target | StartUp, ...] = (
     Target("64 requests, 512 in, 256 out", "qwen3-0.6b", equal_lengths(64, 512, 256), 24_000, 32_000),
     Target("prefill 32 x 1,024", "qwen3-0.6b", equal_lengths(32, 1024, 1), 480_000, 530_000, 789_000, "input", 7),
     Target("offline", "qwen3-0.6b", mixed_lengths(), 26_000, 32_000, 39_100),
-    StartUp("qwen3-8b", 25, 12),
+    StartUp("qwen3-8b", 25, 12, "new"),
+    StartUp("qwen3-8b", 25, 12, "on disk"),
     Target("one request, 128 in, 512 out", "qwen3-8b", equal_lengths(1, 128, 512), 225, 260, 308),
     Target("prefill 32 x 1,024", "qwen3-8b", equal_lengths(32, 1024, 1), 45_000, 47_000, 55_500, "input", 5),
     Target("offline", "qwen3-8b", mixed_lengths(), 10_000, 11_300, 13_300, repeats=1),
@@ -132,14 +141,19 @@ def _measure_shape(
     options: Mapping[str, Any], shape: str | None, targets: Sequence[Target | StartUp], ceilings: Ceilings
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """A row of the table and what the report knows beyond it, for each target."""
-    for target in targets:
-        if isinstance(target, StartUp):
+    with ExitStack() as stack:
+        cache = None
+        for target in targets:
+            if not isinstance(target, StartUp):
+                continue
+            if cache is None or target.kernels == "new":
+                cache = stack.enter_context(tempfile.TemporaryDirectory())
             with engine_options(options, shape) as changed:
-                seconds, log = start_up(changed)
+                seconds, log = start_up(changed, triton_cache=cache)
             reached = None if target.must is None else "yes" if seconds <= target.must else "NO"
-            name = shape or str(options.get("model", "tiny"))
-            row = _row("start-up to first token, s", name, seconds, None, target, reached)
-            yield row, {"start-up s": seconds, "start-up log": log}
+            name, title = shape or str(options.get("model", "tiny")), f"start-up, kernels {target.kernels}"
+            row = _row(f"{title}, to first token, s", name, seconds, None, target, reached)
+            yield row, {title: {"s": seconds, "log": log}}
     measured = [t for t in targets if isinstance(t, Target)]
     if measured:
         with open_bench(options, shape=shape, ceilings=ceilings) as bench:
@@ -216,14 +230,20 @@ with LLM(**json.loads(sys.argv[1])) as llm:
 """
 
 
-def start_up(options: Mapping[str, Any]) -> tuple[float, list[str]]:
+def start_up(options: Mapping[str, Any], *, triton_cache: str | None = None) -> tuple[float, list[str]]:
     """Seconds from the start of a new process, imports and all, to its first token; and what it said on the way, each
-    line with milliseconds from almost its start. Raises ``RuntimeError`` with its last words if it brings none."""
+    line with milliseconds from almost its start. Raises ``RuntimeError`` with its last words if it brings none.
+
+    Args:
+        options: of `LLM`.
+        triton_cache: folder where Triton's kernels are; None: where they always are.
+    """
+    environment = os.environ | ({} if triton_cache is None else {"TRITON_CACHE_DIR": triton_cache})
     started = time.perf_counter()
     command = [sys.executable, "-c", _CHILD, json.dumps(dict(options))]
     with (
         tempfile.TemporaryFile("w+") as said,  # a pipe would be full some time
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True) as child,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True, env=environment) as child,
     ):
         assert child.stdout is not None
         line = child.stdout.readline()

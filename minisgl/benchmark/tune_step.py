@@ -10,6 +10,7 @@ are only printed: whoever finds a better one changes `choose_options`.
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -120,7 +121,7 @@ def tune_product(
         of_shape[bucket] = best
     for path, took, is_kept in tried:
         row = {"part": f"{product.place} {product.n}x{product.k}", "variant": path_name(path)}
-        yield {**row, "us": 1e6 * took, "kept": is_kept}
+        yield {**row, "us": 1e6 * took if took < math.inf else None, "kept": is_kept}
 
 
 def attention_variants(default: DecodeOptions, num_kv_heads: int) -> list[DecodeOptions]:
@@ -164,7 +165,7 @@ def tune_attention(step: Step, bench: Bench, batch: int) -> Iterator[dict[str, A
     for options, took, is_kept in tried:
         more = f"{options.ahead} ahead, patience {options.patience}, item cost {options.item_cost}"
         name = f"{describe_attention(options)}, {more}"
-        yield {"part": "attention", "variant": name, "us": 1e6 * took, "kept": is_kept}
+        yield {"part": "attention", "variant": name, "us": 1e6 * took if took < math.inf else None, "kept": is_kept}
 
 
 def paths_of(bench: Bench) -> Paths:
@@ -226,6 +227,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", required=True, metavar="FILE", help="JSON report")
     parser.add_argument("--table-output", metavar="FILE", help="the table, with what was found in its place")
     args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        parser.error("there is no CUDA device here")
     sizes = args.step or [(1, 384), (16, 400), (64, 640), (256, 820)]
     with open_bench({}, shape=args.shape) as bench:
         rows, paths = tune_step(

@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 # New pages that a decode step may bring, a request: one is usual, more come when the prefix cache's replace its own.
 PAGES_PER_REQUEST = 4
+FEW_TOKENS = 64  # up to here products have kernels of their own
 TOKEN_BUCKETS = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
 
 
@@ -219,17 +220,24 @@ class GraphCapture:
         return graphs
 
     def compile(self, max_requests: int, max_tokens: int) -> None:
-        """Compile the kernels of decodes of all sizes and of a step of so many tokens, attention to prompts excepted:
-        compiled when they are first launched, one after the other, they would take most of the start."""
+        """Compile the kernels of steps of so many requests and tokens at most, attention to prompts excepted: compiled
+        when they are first launched, one after the other, they would take most of the start, or a request's time."""
 
         def steps() -> None:
-            self.runner.kv.copy_pages(np.zeros((1, 2), np.int32))
+            for doublings in range(4, max((max_requests - 1).bit_length(), 4) + 1):  # 16 pages to copy, 32, ...
+                self.runner.kv.copy_pages(np.zeros((1 << doublings, 2), np.int32))
             with self._two_layers():
-                self._step_of_tokens(max_tokens)
+                for size in {*decode_buckets(min(FEW_TOKENS, max_tokens)), max_tokens}:
+                    self._step_of_tokens(size)
                 for size in decode_buckets(max_requests):
                     self._step_of_decodes(size)
 
-        compile_ahead(steps, self.runner.table.device)
+        try:
+            compile_ahead(steps, self.runner.table.device)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # Triton's hooks differ from version to version, and nothing depends on this but time
+            logger.warning("kernels cannot be compiled ahead: each will be at its first launch", exc_info=True)
 
     @torch.no_grad()
     def worthwhile_token_buckets(self, max_tokens: int) -> tuple[int, ...]:
@@ -284,10 +292,13 @@ class GraphCapture:
         table.send(step, into=buffers.packed)
         longest = replace(step, seq_lens=np.full(num_requests, self.max_seq_len, np.int32))
 
+        # Attention that goes by what the host knows is in no graph, and has nothing to compile.
+        attention = runner.attention if runner.attention.serves_graphs else _NoAttention()
+
         def forward() -> tuple[ForwardBatch, Tensor]:
             batch = table.batch(longest, buffers)
-            batch = replace(batch, attn_metadata=runner.attention.plan(batch))
-            stream = runner.model(batch, runner.kv.layers, runner.attention)
+            batch = replace(batch, attn_metadata=attention.plan(batch))
+            stream = runner.model(batch, runner.kv.layers, attention)
             return batch, runner.model.logits(stream)
 
         # Not of the pool: the tokens are still on their way to the host when the next step begins to use that.
@@ -303,9 +314,9 @@ class GraphCapture:
         _, logits = forward()
         draw(logits)
         # Outside of graphs, a draw may be greedy for all, or of logits that were adjusted.
-        sampler, zeros = self.runner.sampler, torch.zeros(num_requests, dtype=torch.int64, device=logits.device)
+        sampler, zero = self.runner.sampler, logits.new_zeros(1, dtype=torch.int64)
         sampler.launch(logits, buffers.packed[:num_requests], self.runner.table.last_tokens, all_greedy=True)
-        sampler.kernels.gumbel_argmax(logits[:, : sampler.vocab_size].float(), zeros, zeros)
+        sampler.kernels.gumbel_argmax(logits.new_zeros(1, sampler.vocab_size, dtype=torch.float32), zero, zero)
 
     def _step_of_tokens(self, num_tokens: int) -> None:
         _, batch = self._tokens(num_tokens)

@@ -61,7 +61,7 @@ def measure(runner: ModelRunner, sizes: SchedulerConfig, *, max_graph_requests: 
     device = runner.table.device
     capture = GraphCapture(runner, max_seq_len=sizes.max_model_len)
     started = time.monotonic()
-    capture.compile(max_graph_requests, sizes.max_num_batched_tokens)
+    capture.compile(sizes.max_running, sizes.max_num_batched_tokens)
     logger.info("compiled kernels in %.1f s", time.monotonic() - started)
     step_bytes = max(
         _peak_bytes(runner, sizes, prompt_len, params)

@@ -18,6 +18,7 @@ from minisgl.engine.pending import PendingStep
 from minisgl.engine.request_table import RequestTable
 from minisgl.engine.sampler import SampledTokens, Sampler
 from minisgl.forward import AttentionBackend, ForwardBatch
+from minisgl.kernels.kernel_set import on_device
 from minisgl.kernels.sampling import LogprobTensors
 from minisgl.model.decoder import CausalLM
 from minisgl.scheduler.plan import SchedulerOutput
@@ -75,9 +76,17 @@ class ModelRunner:
         # Results travel beside the work of the next step, not before it.
         self._copies = torch.cuda.Stream(table.device) if table.device.type == "cuda" else None
 
-    @torch.no_grad()
     def forward(self, plan: SchedulerOutput) -> PendingLogits:
         """Launch the forward pass: page copies, deltas to the table, batch, model, logits."""
+        with on_device(self.table.device), torch.no_grad():
+            return self._forward(plan)
+
+    def sample(self, pending: PendingLogits) -> PendingStep:
+        """Launch the draw of the next tokens, and their way to the host."""
+        with on_device(self.table.device), torch.no_grad():
+            return self._sample(pending)
+
+    def _forward(self, plan: SchedulerOutput) -> PendingLogits:
         self.kv.copy_pages(plan.page_copies)
         self.sampler.admit(plan.admitted)
         graph = self.graphs.for_decodes(plan)
@@ -94,9 +103,7 @@ class ModelRunner:
         logits = self.model.logits(stream[batch.logits_indices])
         return PendingLogits(plan, batch, logits, rows, self._prompt_logprobs(plan, stream))
 
-    @torch.no_grad()
-    def sample(self, pending: PendingLogits) -> PendingStep:
-        """Launch the draw of the next tokens, and their way to the host."""
+    def _sample(self, pending: PendingLogits) -> PendingStep:
         plan, rows = pending.plan, pending.plan.rows[pending.plan.samples]
         if self._copies is not None:
             # A graph draws into the same memory at every step: the tokens of the step before must have left it.

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from threading import RLock
@@ -23,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+
+from minisgl.kernels.kernel_set import on_device
 
 _is_dry = ContextVar("is_dry", default=False)  # of this thread
 _one_at_a_time = RLock()  # Triton has one hook for all threads
@@ -103,21 +104,21 @@ def compile_ahead(steps: Callable[[], None], device: torch.device) -> int:
     lost, and nothing is written but by torch. Returns how many; without Triton there are none."""
     if find_spec("triton") is None:
         return 0
-    where: Callable[[], AbstractContextManager[object]] = nullcontext
-    if device.type == "cuda":  # threads begin with device 0
-        where = partial(torch.cuda.device, torch.cuda.current_device() if device.index is None else device.index)
-    with where(), dry_run() as missing:
-        steps()
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
 
     def run(compilation: Compilation) -> None:
-        with where():
+        with on_device(device):
             _ = compilation().run  # it is loaded, too: some versions compile C code for its launch then
 
-    # The first one alone: Triton looks at all of its own files then, as each thread would at once. Then the longest, so
-    # that none of them begins when the others are done.
-    by_length = sorted(missing.values(), key=lambda compilation: len(compilation.function.src))
-    for compilation in by_length[:1]:
-        run(compilation)
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(run, reversed(by_length[1:])))
+    with _one_at_a_time:  # whoever comes second finds the kernels there
+        with on_device(device), dry_run() as missing:
+            steps()
+        # The first one alone: Triton looks at all of its own files then, as each thread would at once. Then the
+        # longest, so that none of them begins when the others are done.
+        by_length = sorted(missing.values(), key=lambda compilation: len(compilation.function.src))
+        for compilation in by_length[:1]:
+            run(compilation)
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(run, reversed(by_length[1:])))
     return len(missing)

@@ -7,6 +7,7 @@ what the other is tested against; Triton's does in one launch what `PLAIN` does 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -52,6 +53,12 @@ PLAIN = Kernels(
     gumbel_argmax=sampling.gumbel_argmax,
     sample_rows=sampling.sample_rows,
 )
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """As long as the block lasts, this thread's kernels run on ``device``: Triton and CUDA graphs know no other than
+    the current one, which is device 0 in each new thread."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def load_kernels(name: str, *, device: torch.device) -> Kernels:

@@ -238,7 +238,7 @@ def silu_and_mul(x: Tensor, *, block: int = 1024, num_warps: int = 4, pdl: bool 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
-@triton.jit(do_not_specialize=["num_copies"])
+@triton.jit(do_not_specialize=["num_copies", "num_pages"])
 def _copy_pages_kernel(
     words, page_copies, num_copies, num_pages, page_words, BLOCK_C: tl.constexpr, BLOCK_W: tl.constexpr,
     PDL: tl.constexpr,
