@@ -142,16 +142,18 @@ def test_sampling_in_a_graph_equals_sampling_without(prompts):
     assert tokens[0][0] == tokens[1][0] and tokens[0][1] == tokens[1][1]
 
 
+@pytest.mark.parametrize("graphs", [None, 0, 2])
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 @pytest.mark.parametrize("attention", ["auto", "triton"])
-def test_no_request_waits_for_a_compiler(prompts, kernels, attention):
+def test_no_request_waits_for_a_compiler(prompts, kernels, attention, graphs):
     """What a start has not compiled would be compiled in the middle of an answer: decodes alone and beside prompts,
     prompts of all lengths, greedy and random draws, copied pages."""
     runtime = pytest.importorskip("triton").knobs.runtime
     compiled: list[str] = []
     params = [SamplingParams(max_tokens=3 + 2 * i, temperature=i % 3, ignore_eos=True) for i in range(len(prompts))]
     greedy = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
-    with LLM("tiny", device="cuda", kernels=kernels, attention=attention, max_running=8, num_pages=200) as llm:
+    with LLM("tiny", device="cuda", kernels=kernels, attention=attention, max_running=8, num_pages=192,
+             cuda_graph_max_bs=graphs) as llm:  # fmt: skip
         runtime.jit_post_compile_hook = lambda fn, **_: compiled.append(fn.name)
         try:
             for size in range(1, len(prompts) + 1):
