@@ -557,3 +557,31 @@ def test_bad_commands(argv: list[str], says: str, capsys: pytest.CaptureFixture[
         cli.main(argv)
     error = capsys.readouterr().err
     assert exit.value.code == 2 and error.count("\n") == 1 and says in error
+
+
+def test_what_reaches_a_share_and_what_does_not() -> None:
+    """Of a roofline of 200, 50 must be reached: a quarter, on whatever machine."""
+    target = Target("", None, SMALL, must=50, goal=100, roofline=200)
+    assert targets.must_share(target) == 25 and targets.must_share(StartUp(None, must=2, goal=1)) is None
+    found = [targets._reached(*case, target) for case in ((50, 30), (50, 20), (49, 25), (49, 24.9))]
+    assert found == ["yes", "yes", "by share", "NO"]
+
+
+def test_the_typical_step_of_a_workload() -> None:
+    """Whole prompts within the budget; or as many decodes as run together, half way through."""
+    sizes = scheduler_config(max_running=4, max_num_batched_tokens=100)
+    prompts, answers = equal_lengths(8, 200, 1), equal_lengths(8, 20, 10)
+    assert targets.typical_step(prompts, sizes) == {"kind": "prefill", "batch": 8, "context": 100}
+    assert targets.typical_step(answers, sizes) == {"kind": "decode", "batch": 4, "context": 25}
+
+
+def test_a_shortened_workload_is_sampled_alike() -> None:
+    assert equal_lengths(1, 2, 3, temperature=0.25).shortened(1) == equal_lengths(1, 2, 1, temperature=0.25)
+
+
+def test_a_start_is_held_to_what_must_be_reached(
+    options: dict[str, Any], no_ceilings: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(targets, "start_up", lambda options, triton_cache: (3.0, []))
+    rows = bench_all(options, targets=[StartUp(None, must=must, goal=1) for must in (2.9, 3, None)])
+    assert [row["reached"] for row in rows] == ["NO", "yes", None]

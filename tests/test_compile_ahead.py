@@ -18,7 +18,7 @@ from minisgl import LLM, SamplingParams
 from minisgl.engine import graphs
 from minisgl.engine.graphs import GraphCapture
 from minisgl.engine.runner import ModelRunner
-from minisgl.kernels.compile_ahead import dry_run, is_dry
+from minisgl.kernels.compile_ahead import compile_ahead, dry_run, is_dry
 
 triton = pytest.importorskip("triton")
 
@@ -183,3 +183,15 @@ def test_kernels_of_all_steps_are_compiled_once_and_then_found(tmp_path: Path) -
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parent)}
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_without_triton_there_is_nothing_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minisgl.kernels.compile_ahead.find_spec", lambda name: None)
+    assert compile_ahead(pytest.fail, torch.device("cpu")) == 0
+
+
+def test_what_a_dry_run_leaves_behind_can_be_written_later() -> None:
+    """Which an inference tensor cannot, outside inference mode."""
+    with torch.inference_mode(), dry_run():
+        kept = torch.empty(3)
+    assert not kept.is_inference()

@@ -149,3 +149,14 @@ def test_m11_sources_of_a_model(open_llm, checkpoint_of, monkeypatch):
     ):
         LLM("org/other")
     assert asked == ["org/model", "org/other"]
+
+
+def test_a_flush_is_in_the_record(open_llm, tmp_path: Path):
+    """Else the replay finds cached what the engine had forgotten."""
+    path, prompt = tmp_path / "run.jsonl", [*range(5, 17)]
+    with open_llm(record=str(path)) as llm:
+        llm.generate(prompt, GREEDY)
+        assert llm.engine.flush_cache() > 0
+        assert llm.generate(prompt, GREEDY)[0].usage.cached_tokens == 0
+        num_steps = llm.engine.scheduler.num_steps
+    assert sum(1 for _ in Replay(read_records(path)).play()) == num_steps

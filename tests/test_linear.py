@@ -294,13 +294,14 @@ def test_a_norm_that_was_made_already_is_not_made_again(m: int, kind: str) -> No
         product.check(function(x, product.norm_weight, EPS, product.weight, product.bias, normed), exact)
 
 
-def test_a_norm_of_float16_does_not_overflow() -> None:
+@pytest.mark.parametrize("kind", ["norm", "norm and silu"])
+def test_a_norm_of_float16_does_not_overflow(kind: str) -> None:
     """1e4 times a weight of 100 has no place in float16, though the norm of it has."""
-    product = Product("norm", 5, 32, 64, torch.float16)
+    product = Product(kind, 5, 32, 64, torch.float16)
     product.x *= 1e4 / product.x.abs().max()
     product.norm_weight.fill_(100)
     product.weight *= 0.01
-    table = {(32, 64): dict.fromkeys(BUCKETS, DOT)}
+    table = {(rows, 64): dict.fromkeys(BUCKETS, DOT) for rows in (32, 64)}
     product.check(product.by(SkinnyLinear(table)), product.exact())
 
 

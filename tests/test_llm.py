@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,8 @@ from checkpoints import Checkpoint
 
 from minisgl import LLM, RequestOutput, SamplingParams
 from minisgl.checkpoint import TINY
+from minisgl.config import EngineConfig, ModelConfig
+from minisgl.launch import MAX_GRAPH_REQUESTS, find_max_graph_requests, size_pool
 from minisgl.utils import ceil_div
 
 NUM_PAGES, MAX_MODEL_LEN = 300, 128
@@ -1038,3 +1041,44 @@ def test_time_waits_for_nobody(llm: LLM, prompts: list[list[int]]) -> None:
     assert begin < arrivals[0] and arrivals == sorted(arrivals)
     for times in (o.timings for o in outputs):
         assert times.arrival_s <= times.first_token_s < times.finished_s <= llm.engine.now()
+
+
+def test_E04_graphs_are_for_no_more_than_can_run() -> None:
+    """E04; and where there can be none, whoever asks is told, and whoever does not gets none."""
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    yes, no = SimpleNamespace(serves_graphs=True), SimpleNamespace(serves_graphs=False)
+
+    def most(device: torch.device, attention: Any, asked: int | None, max_running: int = 24) -> int:
+        config = EngineConfig(model="tiny", cuda_graph_max_bs=asked, max_running=max_running)
+        return find_max_graph_requests(config, attention, device)
+
+    assert [most(cuda, yes, asked) for asked in (None, 160, 3, 0)] == [24, 24, 3, 0]
+    assert most(cuda, yes, None, 10_000) == MAX_GRAPH_REQUESTS
+    for device, attention in ((cpu, yes), (cuda, no)):
+        assert most(device, attention, None) == most(device, attention, 0) == 0
+        with pytest.raises(ValueError, match="CUDA graphs"):
+            most(device, attention, 8)
+
+
+def test_a_pool_is_no_larger_than_all_requests_need() -> None:
+    """And page 0 is nobody's; one page more than that is the least."""
+    shape, cpu = ModelConfig.from_folder(TINY), torch.device("cpu")
+    config = EngineConfig(model="tiny", page_size=16, max_running=3)
+    page_bytes, most = shape.kv_bytes_per_token(4) * 16, 3 * ceil_div(shape.max_position_embeddings, 16) + 1
+    sizes = [size_pool(config, shape, cpu, torch.float32, n * page_bytes).num_pages for n in (2, 9.5, most, 10**6)]
+    assert sizes == [2, 9, most, most]
+    with pytest.raises(ValueError, match="no memory for KV"):
+        size_pool(config, shape, cpu, torch.float32, 1.9 * page_bytes)
+
+
+def test_prompt_logprobs_of_a_long_prompt_are_computed_in_slices(
+    llm: LLM, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = greedy(1, prompt_logprobs=1)
+    llm.engine.kv.flush()
+    (want,) = ask(llm, [prompts[0]], params)
+    llm.engine.kv.flush()
+    monkeypatch.setattr("minisgl.engine.runner.PROMPT_LOGPROB_SLICE", 3)
+    (found,) = ask(llm, [prompts[0]], params)
+    assert len(prompts[0]) > 4
+    assert_same_logprobs(found.prompt_logprobs[1:], want.prompt_logprobs[1:])

@@ -580,3 +580,11 @@ def test_what_cannot_be_divided_is_refused_by_name() -> None:
     ):
         with pytest.raises(ValueError, match=word):
             on_ranks(2, build(changes))
+
+
+@pytest.mark.parametrize("names", [{}, dict(dtype=None), dict(torch_dtype=None)])
+def test_E12_a_checkpoint_that_names_no_dtype_is_bfloat16(names: dict[str, None]) -> None:
+    assert config_of(**names).dtype == "bfloat16"
+    assert (
+        config_of(torch_dtype="float16").dtype == config_of(dtype="float16", torch_dtype="float32").dtype == "float16"
+    )

@@ -195,3 +195,11 @@ def test_it_compiles_for_a_device_that_is_not_there(tmp_path: Path) -> None:
         "check(triton_prepare._prepare_step_kernel, PAGE_SIZE=64, BLOCK_N=32, BLOCK_P=128)",
         tmp_path,
     )
+
+
+def test_a_step_s_table_is_written_no_further_than_it_is_wide(prepare_step: Callable[..., None]) -> None:
+    """A new request's row is cleared to its end; what lies behind the step's table is somebody else's."""
+    step, wide = Step(1, 2), torch.full((9, 1), 7, dtype=torch.int32, device=DEVICE)
+    step.outputs["page_table"] = wide[:1]
+    step.run(prepare_step, pack([Planned(row=0, fresh=0, num_tokens=2, tokens=[1, 2], pages=[4])]))
+    assert wide[:, 0].tolist() == [4, *[7] * 8]

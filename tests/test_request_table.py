@@ -80,6 +80,7 @@ def test_E03_padding_changes_nothing_of_a_step(plans: list[SchedulerOutput], who
         own = replace(batch.part(0, r), logits_indices=batch.logits_indices)
         own.validate()
         assert own.num_decodes == right.num_decodes
+        assert batch.num_decodes == (num_requests if num_tokens == num_requests else right.num_decodes)
         for t in (table, padded):
             remember(t, plan)
         for name in ("seq_lens", "page_table", "last_tokens"):

@@ -831,3 +831,13 @@ def test_cuda_has_the_same_numbers() -> None:
     seeds = torch.tensor([0, 1, 2**32, 2**63 - 1, -1, -(2**63), 0x123456789ABCDEF])
     positions = torch.tensor([0, 1, 2, 1000, 2**31, 2**32 - 1, 7])
     assert torch.equal(philox(seeds.cuda(), positions.cuda(), 1000).cpu(), philox(seeds, positions, 1000))
+
+
+def test_a_graph_draws_only_rows_that_need_nothing_else() -> None:
+    more = [
+        dict(logprobs=0), dict(top_k=3), dict(top_p=0.5), dict(min_p=0.1), dict(presence_penalty=1.0),
+        dict(logit_bias={5: 1.0}), dict(allowed_token_ids=[5]), dict(min_tokens=1),
+    ]  # fmt: skip
+    sampler = sampler_with(admitted(0), admitted(1, temperature=0), *(admitted(2 + i, **p) for i, p in enumerate(more)))
+    assert sampler.takes_one_pass(np.array([1, 0], np.int32))
+    assert not any(sampler.takes_one_pass(np.array([0, 2 + i], np.int32)) for i in range(len(more)))

@@ -445,6 +445,35 @@ def test_greedy_tokens_equal_those_of_the_torch_backend(page_size: int) -> None:
     assert tokens["triton"] == tokens["torch"]
 
 
+def test_more_requests_than_a_kernel_is_compiled_for_at_first() -> None:
+    """Up to 256 share a variant."""
+    options = DecodeOptions(heads=1, block_rows=16, each=1, patience=NEVER, item_cost=0)
+    records = records_of([16] * 300, options, 8)
+    assert [(r[0], r[4], r[9]) for r in records] == [(75 * i, 75 * i + 74, 300) for i in range(8)]
+    step = Step([1] * 258, [0] * 258, heads=1, kv_heads=1)
+    out, tables = step.new_out(), (step.batch.page_table, step.batch.cu_seqlens_q, step.batch.seq_lens)
+    prefill_attention(step.q, step.kv, out, *tables, scale=step.scale, block_m=16, block_k=16)
+    step.check(out)
+
+
+def test_a_group_that_does_not_divide_a_tile_and_prompts_of_several_tiles() -> None:
+    """Rows that are left over would be the next tile's first query, which sees more than they load."""
+    step = Step([25, 31], [0, 40], heads=6, kv_heads=2)
+    out, tables = step.new_out(), (step.batch.page_table, step.batch.cu_seqlens_q, step.batch.seq_lens)
+    prefill_attention(step.q, step.kv, out, *tables, scale=step.scale, block_m=32, block_k=32)
+    step.check(out)
+
+
+def test_zeros_of_padding_end_with_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are written by powers of 2; behind the decodes lie the step's prompts."""
+    step = Step([1] * 3, [4, 0, 0], heads=6)
+    step.batch.page_table[1:], step.exact[1:] = 0, 0
+    wide = torch.full((5, *step.q.shape[1:]), 7.0, device=DEVICE)
+    monkeypatch.setattr(step, "new_out", lambda: wide[:3])
+    step.check(decode(step, num_programs=2, block_rows=16))
+    assert (wide[3:] == 7).all()
+
+
 # -- compilation --
 
 COMPILE = """
