@@ -152,8 +152,7 @@ def test_bad_usage_is_code_2_and_one_line(run: Run, options: list[str], says: st
         ["bench", "offline", "--num-requests", "0"], ["bench", "offline", "--repeats", "0"],
         ["bench", "offline", "--input-len", "10", "5"], ["bench", "offline", "--output-len", "0", "5"],
         ["replay", "file", "--step", "-1"], ["replay", "file", "--what-if", "page_size=many"],
-        ["replay", "file", "--what-if", "speed=high"], ["bench", "all", "--output", "no/such/folder/file"],
-        ["profile", "--perfetto", "."], ["bench", "serve", "--picture", "no/such/folder/file"],
+        ["replay", "file", "--what-if", "speed=high"],
     ],
     ids=" ".join,
 )  # fmt: skip
@@ -161,6 +160,16 @@ def test_bad_commands_are_code_2_and_one_line(argv: list[str], capsys: pytest.Ca
     with pytest.raises(SystemExit) as exit:
         cli.main(argv)
     assert exit.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["bench all --output", "profile --perfetto", "bench serve --picture"])
+@pytest.mark.parametrize("path", ["no/such/folder/file", "."])
+def test_where_nothing_can_be_written_is_said_before_anything_is_measured(
+    command: str, path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit:
+        cli.main([*command.split(), path])
+    assert exit.value.code == 2 and f"{path} cannot be written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

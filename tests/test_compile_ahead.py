@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -183,6 +184,11 @@ def test_kernels_of_all_steps_are_compiled_once_and_then_found(tmp_path: Path) -
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parent)}
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_steps_of_few_tokens_are_all_that_products_have_kernels_for() -> None:
+    """The engine's room works without Triton, and so has a number of its own."""
+    assert import_module("minisgl.kernels.triton_linear").MAX_TOKENS == graphs.FEW_TOKENS
 
 
 def test_without_triton_there_is_nothing_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,7 +121,12 @@ def tune_product(
         of_shape[bucket] = best
     for path, took, is_kept in tried:
         row = {"part": f"{product.place} {product.n}x{product.k}", "variant": path_name(path)}
-        yield {**row, "us": 1e6 * took if took < math.inf else None, "kept": is_kept}
+        yield {**row, "us": _microseconds(took), "kept": is_kept}
+
+
+def _microseconds(seconds: float) -> float | None:
+    """None where the device could not run it: JSON knows no infinity."""
+    return 1e6 * seconds if seconds < math.inf else None
 
 
 def attention_variants(default: DecodeOptions, num_kv_heads: int) -> list[DecodeOptions]:
@@ -165,7 +170,7 @@ def tune_attention(step: Step, bench: Bench, batch: int) -> Iterator[dict[str, A
     for options, took, is_kept in tried:
         more = f"{options.ahead} ahead, patience {options.patience}, item cost {options.item_cost}"
         name = f"{describe_attention(options)}, {more}"
-        yield {"part": "attention", "variant": name, "us": 1e6 * took if took < math.inf else None, "kept": is_kept}
+        yield {"part": "attention", "variant": name, "us": _microseconds(took), "kept": is_kept}
 
 
 def paths_of(bench: Bench) -> Paths:

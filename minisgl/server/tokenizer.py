@@ -22,7 +22,7 @@ from minisgl.utils import Int32Array, as_token_ids
 logger = logging.getLogger(__name__)
 
 # Imported by whoever first loads a tokenizer: it takes seconds, which a thread beside others may spend, and draws in
-# torch where that is installed. This room works without. Before 5.21 it imported its models, too: ten seconds.
+# torch where that is installed. This room works without. Before 5.21 it imported code of its models, too.
 _LIBRARY = "transformers"
 
 
