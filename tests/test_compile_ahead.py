@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +21,7 @@ from minisgl import LLM, SamplingParams
 from minisgl.engine import graphs
 from minisgl.engine.graphs import GraphCapture
 from minisgl.engine.runner import ModelRunner
-from minisgl.kernels.compile_ahead import compile_ahead, dry_run, is_dry
+from minisgl.kernels.compile_ahead import Compilation, compile_ahead, dry_run, is_dry
 
 triton = pytest.importorskip("triton")
 
@@ -84,7 +86,7 @@ def test_what_cannot_be_compiled_ahead_is_said_and_costs_only_time(
 
 
 COMPILE = """
-import collections, sys
+import collections, sys, time
 from dataclasses import replace
 import torch, triton
 from triton.backends.compiler import GPUTarget
@@ -96,14 +98,17 @@ class Device:  # that is not there
     def get_current_device(self): return 0
     def get_current_stream(self, device=None): return 0
     def get_current_target(self): return GPUTarget("cuda", 90, 32)
-    def launcher_cls(self, source, metadata): return "launcher"
+    def launcher_cls(self, source, metadata):  # as modules of one name are imported: what was there is changed
+        self.launch = source.fn.__name__
+        time.sleep(0.001)
+        launchers[source] = self.launch
     utils = property(lambda self: self)
     def get_device_properties(self, device): return {"max_shared_mem": 232_448}
     def load_binary(self, name, binary, shared, device):
         loaded.append(name)
         return "module", "function", 0, 0, 1024
 
-loaded = []
+loaded, launchers = [], {}
 driver.set_active(Device())
 import minisgl.engine.attention.triton_backend, minisgl.kernels.triton_set  # as kernels to be compiled
 triton.knobs.runtime.interpret = True  # only as long as it is asked whether there is a device
@@ -121,6 +126,7 @@ names = {name.split()[0].rsplit(".")[-1] for name in compiled}
 assert {"_plan_kernel", "_decode_kernel", "_norm_rotary_store_kernel", "_candidates_kernel"} <= names, names
 assert set(compiled.values()) == {1} and len(compiled) > 8, compiled
 assert sorted(loaded) == sorted(name.split()[0].rsplit(".")[-1] for name in compiled), loaded
+assert all(name == source.fn.__name__ for source, name in launchers.items()), "another kernel's launcher"
 assert "torch._dynamo" not in sys.modules, "seconds"
 kv = llm.engine.runner.kv
 with torch.no_grad(), dry_run() as missing:  # all of them are found now
@@ -184,6 +190,48 @@ def test_kernels_of_all_steps_are_compiled_once_and_then_found(tmp_path: Path) -
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parent)}
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_a_kernel_that_cannot_be_made_costs_no_other_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that does not compile, one that has no launcher, one that does not fit the device."""
+    loaded: list[str] = []
+
+    class Kernel(SimpleNamespace):
+        src = metadata = property(lambda self: self.name)
+
+        @property
+        def run(self) -> None:
+            if self.name == "no fit":
+                raise MemoryError("shared")
+            loaded.append(self.name)
+
+    def preload(name: str) -> Kernel:
+        if name == "no syntax":
+            raise SyntaxError("kernel")
+        return Kernel(name=name)
+
+    def launcher(name: str, metadata: str) -> None:
+        if name == "no launcher":
+            raise OSError("gcc")
+
+    @contextmanager
+    def dry() -> Iterator[dict[Any, Compilation]]:
+        names = ("no syntax", "fine", "no launcher", "no fit", "fine, too")
+        functions = [SimpleNamespace(src=name, __name__=name, preload=preload) for name in names]
+        yield {fn.src: Compilation(fn, fn.src) for fn in functions}
+
+    monkeypatch.setattr("minisgl.kernels.compile_ahead.dry_run", dry)
+    driver = SimpleNamespace(active=SimpleNamespace(launcher_cls=launcher))
+    monkeypatch.setattr("triton.runtime.driver", driver)
+    assert compile_ahead(lambda: None, torch.device("cpu")) == 5
+    assert sorted(loaded) == ["fine", "fine, too"]
+    messages = sorted(record.getMessage() for record in caplog.records)
+    assert messages == [
+        "no fit cannot be made ahead: MemoryError: shared", "no launcher cannot be made ahead: OSError: gcc",
+        "no syntax cannot be made ahead: SyntaxError: kernel",
+    ]  # fmt: skip
 
 
 def test_steps_of_few_tokens_are_all_that_products_have_kernels_for() -> None:

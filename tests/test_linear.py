@@ -388,9 +388,9 @@ def test_the_benchmark_writes_a_table_that_can_be_read(monkeypatch: pytest.Monke
 
 def test_the_benchmark_leaves_out_what_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     case = gemm.ProductCase(gemm.Product("small", "o", 32, 64, "add", 1), torch.device(DEVICE), torch.bfloat16)
-    assert gemm.right_paths(case, [2], 2, 1)[2] == gemm.candidates(2, 32, 64)[:2]
+    assert gemm.right_paths(case, [2], 2)[2] == gemm.candidates(2, 32, 64)[:2]
     case.exact[1, 31] += 1
-    assert gemm.right_paths(case, [2], 2, 1)[2] == []
+    assert gemm.right_paths(case, [2], 2)[2] == []
     assert capsys.readouterr().out.count("left out, 2 tokens") == 2
 
 

@@ -9,7 +9,6 @@ What wins for a number of tokens goes into the table that `minisgl.kernels.trito
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from minisgl.benchmark.ceilings import Ceilings, measure_ceilings
 from minisgl.benchmark.report import table, write_report
 from minisgl.benchmark.shapes import SHAPES
 from minisgl.benchmark.timing import time_calls
+from minisgl.kernels.compile_ahead import compile_ahead
 from minisgl.kernels.triton_elementwise import rms_norm
 from minisgl.kernels.triton_linear import (
     BUCKETS,
@@ -229,7 +229,6 @@ def bench_gemm(
     ceilings: Ceilings | None = None,
     output: str | Path | None = None,
     table_output: str | Path | None = None,
-    num_threads: int = 12,
     seed: int = 0,
 ) -> list[dict[str, Any]]:
     """Measure the products of models for few tokens, and print what is fastest and how far it is from the floor.
@@ -243,7 +242,6 @@ def bench_gemm(
         ceilings: of the device; measured if None.
         output: JSON file for the report.
         table_output: file for the table of paths: that of the package, with what was measured put in its place.
-        num_threads: that compile.
         seed: of the data.
 
     Returns:
@@ -260,7 +258,7 @@ def bench_gemm(
         case = ProductCase(product, device, dtype)
         floor_s = product.n * product.k * dtype.itemsize / read
         chosen = paths.setdefault(name, {}).setdefault((product.n, product.k), {})
-        right = right_paths(case, buckets, max_candidates, num_threads)
+        right = right_paths(case, buckets, max_candidates)
         for m in buckets:
             path, best_s, cublas_s = _fastest(case, m, right[m])
             chosen[m] = path
@@ -335,9 +333,7 @@ def _chain(
     return {"model": model, "tokens": num_tokens, **us, "floor us": floor_us, "share %": 100 * floor_us / us["us"]}
 
 
-def right_paths(
-    case: ProductCase, buckets: Sequence[int], max_candidates: int, num_threads: int
-) -> dict[int, list[LinearPath]]:
+def right_paths(case: ProductCase, buckets: Sequence[int], max_candidates: int) -> dict[int, list[LinearPath]]:
     """For each number of tokens, candidates that compile, fit the device and give the right numbers."""
     trials = [(m, path) for m in buckets for path in _paths(case.product, m, max_candidates)]
 
@@ -347,11 +343,8 @@ def right_paths(
         except Exception as refused:  # by the compiler or the driver: too much shared memory, most of all
             return f"{type(refused).__name__}: {refused}".partition("\n")[0]
 
-    if case.device.type == "cuda":
-        with ThreadPoolExecutor(num_threads) as pool:
-            errors = list(pool.map(error, trials))
-    else:  # the interpreter knows one thread
-        errors = [error(trial) for trial in trials]
+    compile_ahead(lambda: [error(trial) for trial in trials], case.device)
+    errors = [error(trial) for trial in trials]
     right: dict[int, list[LinearPath]] = {m: [] for m in buckets}
     for (m, path), found in zip(trials, errors, strict=True):
         if not isinstance(found, str) and found <= MAX_ERROR:

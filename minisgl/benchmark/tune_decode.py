@@ -15,11 +15,9 @@ import argparse
 import functools
 import importlib.util
 import itertools
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -35,6 +33,7 @@ from minisgl.benchmark.timing import time_calls
 from minisgl.engine.attention.torch_backend import attend
 from minisgl.engine.attention.triton_backend import PROGRAMS_EACH
 from minisgl.kernels import triton_attention
+from minisgl.kernels.compile_ahead import compile_ahead
 from minisgl.kernels.triton_attention import prefill_attention
 from minisgl.kernels.triton_line import DecodeOptions, DecodePlan, choose_options, lay_out
 
@@ -232,16 +231,12 @@ def tune_shape(
     """A row for each variant that is right, best first, then one for each altered kernel."""
     kernels = [(options, triton_attention) for options in candidates]
     kernels += [(case.default, module) for module in modules.values()]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # compile first, several at a time
-        plans = [(case.plan(options), module) for options, module in kernels]
-        compiles = [
-            functools.partial(
-                _attempt, module.__name__, functools.partial(case.run, plan, case.layers[0], case.out, module)
-            )
-            for plan, module in plans
-        ]
-        list(pool.map(lambda compile_it: compile_it(), compiles))
-    case.counters.zero_()
+
+    def run_all() -> None:
+        for options, module in kernels:
+            case.run(case.plan(options), case.layers[0], case.out, module)
+
+    compile_ahead(run_all, case.device)
     floor_s = case.kv_bytes / ceilings.read_bytes_per_s
 
     def row(name: str, seconds: float, **more: Any) -> dict[str, Any]:

@@ -9,9 +9,7 @@ the microseconds count.
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -32,6 +30,7 @@ from minisgl.kernels import (
     triton_prepare,
     triton_sampling,
 )
+from minisgl.kernels.compile_ahead import compile_ahead
 
 SIZES = (1, 16, 64, 256, 8192)
 _COLD_BYTES = 256 << 20
@@ -212,9 +211,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows: list[dict[str, Any]] = []
     for cases in (_preparations, _rotations, _samples, _norms, _activations):
         for case in cases(device):
-            if not any(row["kernel"] == case.kernel for row in rows):  # compile first, several at a time
-                with ThreadPoolExecutor(os.cpu_count()) as pool:
-                    list(pool.map(lambda kernel, case=case: kernel(*case.copies[0]), case.variants.values()))
+            compile_ahead(lambda case=case: [kernel(*case.copies[0]) for kernel in case.variants.values()], device)
             check(case)
             rows += measure(case, device, ceilings)
     facts = {

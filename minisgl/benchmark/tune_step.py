@@ -102,7 +102,7 @@ def tune_product(
     """Try the paths of one product; the fastest is in ``paths`` afterwards. A row for each."""
     bucket = next(bucket for bucket in BUCKETS if bucket >= batch)
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-    right = right_paths(ProductCase(product, device, torch.bfloat16), [bucket], max_candidates, 16)[bucket]
+    right = right_paths(ProductCase(product, device, torch.bfloat16), [bucket], max_candidates)[bucket]
     of_shape = paths.setdefault((product.n, product.k), {})
     before = of_shape.get(bucket)
 

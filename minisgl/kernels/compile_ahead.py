@@ -8,11 +8,13 @@ compiled side by side, each once. Owns nothing.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from threading import RLock
@@ -24,6 +26,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from minisgl.kernels.kernel_set import on_device
+
+logger = logging.getLogger(__name__)
 
 _is_dry = ContextVar("is_dry", default=False)  # of this thread
 _one_at_a_time = RLock()  # Triton has one hook for all threads
@@ -70,6 +74,11 @@ class Compilation:
     function: Any
     data: str
 
+    @property
+    def name(self) -> str:
+        """The kernel's."""
+        return str(self.function.__name__)
+
     def __call__(self) -> Any:
         """Compile it; returns Triton's ``CompiledKernel``."""
         return self.function.preload(self.data)
@@ -99,17 +108,28 @@ def dry_run() -> Iterator[dict[Any, Compilation]]:
             runtime.jit_cache_hook = before
 
 
-def compile_ahead(steps: Callable[[], None], device: torch.device) -> int:
+def compile_ahead(steps: Callable[[], object], device: torch.device) -> int:
     """Compile all of our kernels that ``steps`` launches on ``device`` and that are not there yet. What it computes is
-    lost, and nothing is written but by torch. Returns how many; without Triton there are none."""
+    lost, and nothing is written but by torch. A kernel that cannot be compiled, or does not fit the device, is told in
+    a warning; its first launch raises. Returns how many there were; without Triton there are none."""
     if find_spec("triton") is None:
         return 0
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
+    driver = import_module("triton.runtime").driver
 
-    def run(compilation: Compilation) -> None:
-        with on_device(device):
-            _ = compilation().run  # it is loaded, too: some versions compile C code for its launch then
+    def compile(compilation: Compilation) -> Any:
+        kernel = compilation()
+        driver.active.launcher_cls(kernel.src, kernel.metadata)  # to disk: some versions compile C code for its launch
+        return kernel
+
+    def attempt(work: Callable[[Any], Any], kernel: Any) -> Any:
+        try:
+            with on_device(device):
+                return work(kernel)
+        except Exception as error:  # Triton has many ways to say that something does not fit
+            logger.warning("%s cannot be made ahead: %s: %s", kernel.name, type(error).__name__, error)
+            return None
 
     with _one_at_a_time:  # whoever comes second finds the kernels there
         with on_device(device), dry_run() as missing:
@@ -117,8 +137,11 @@ def compile_ahead(steps: Callable[[], None], device: torch.device) -> int:
         # The first one alone: Triton looks at all of its own files then, as each thread would at once. Then the
         # longest, so that none of them begins when the others are done.
         by_length = sorted(missing.values(), key=lambda compilation: len(compilation.function.src))
-        for compilation in by_length[:1]:
-            run(compilation)
+        kernels = [attempt(compile, compilation) for compilation in by_length[:1]]
         with ThreadPoolExecutor() as pool:
-            list(pool.map(run, reversed(by_length[1:])))
+            kernels += pool.map(partial(attempt, compile), reversed(by_length[1:]))
+        # Loaded one by one. Such launchers are C modules that all have one name, and whoever imports one again gets
+        # from CPython the module that has the name now, changed: two threads could get each other's.
+        for kernel in filter(None, kernels):
+            attempt(lambda kernel: kernel.run, kernel)
     return len(missing)
