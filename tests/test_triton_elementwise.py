@@ -52,7 +52,10 @@ def test_rms_norm_of_heads_and_of_nothing() -> None:
 
 @pytest.mark.parametrize("dtype", CLOSE)
 @pytest.mark.parametrize("size", [12, 1500])
-def test_silu_and_mul_equals_float64(monkeypatch: pytest.MonkeyPatch, size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("many", [2, 3])
+def test_silu_and_mul_equals_float64(monkeypatch: pytest.MonkeyPatch, many: int, size: int, dtype: torch.dtype) -> None:
+    """Three rows, few or many."""
+    monkeypatch.setattr(triton_elementwise, "_MANY", many)
     x = randn(3, 2 * size, dtype=dtype) * 4
     gate, up = x[:, :size].double(), x[:, size:].double()
     poison(monkeypatch)
@@ -94,8 +97,8 @@ def test_norm_rotary_store_equals_its_twin(
 
 @pytest.mark.parametrize("tokens", [0, 1, 7])
 def test_norm_rotary_store_of_any_number_of_tokens(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
-    """Few and many are divided in different ways; a single KV head."""
-    monkeypatch.setattr(triton_elementwise, "_MANY", 4)
+    """Few and more are divided in different ways; a single KV head."""
+    monkeypatch.setattr(triton_elementwise, "_FEW", 4)
     heads, dim, ones = 2, 8, torch.ones(8, device=DEVICE)
     qkv, turns = randn(tokens, (heads + 2) * dim), randn(2, tokens, 4, seed=1)
     slots = torch.arange(tokens, device=DEVICE) + 1

@@ -131,7 +131,7 @@ def _samples(device: torch.device) -> Iterator[Case]:
             variants: dict[str, Callable[..., Any]] = {
                 "default": partial(triton_sampling.sample_rows, all_greedy=all_greedy)
             }
-            for tile, warps in ((2048, 4), (2048, 8), (4096, 16), (8192, 16)):
+            for tile, warps in ((1024, 2), (2048, 8), (4096, 8), (8192, 16)):
                 variants[f"{tile} by {warps} warps"] = partial(
                     triton_sampling.sample_rows, all_greedy=all_greedy, tile=tile, num_warps=warps
                 )

@@ -227,8 +227,9 @@ class GraphCapture:
             for doublings in range(4, max((max_requests - 1).bit_length(), 4) + 1):  # 16 pages to copy, 32, ...
                 self.runner.kv.copy_pages(np.zeros((1 << doublings, 2), np.int32))
             with self._two_layers():
-                for size in {*decode_buckets(min(FEW_TOKENS, max_tokens)), max_tokens}:
-                    self._step_of_tokens(size)
+                for size in {*decode_buckets(FEW_TOKENS), *TOKEN_BUCKETS, max_tokens}:
+                    if size <= max_tokens:
+                        self._step_of_tokens(size)
                 for size in decode_buckets(max_requests):
                     self._step_of_decodes(size)
 

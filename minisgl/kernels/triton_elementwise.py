@@ -13,8 +13,8 @@ from torch import Tensor
 
 from minisgl.kernels.triton_launch import launch, let_next_begin, pdl_options, wait_for_previous
 
-# More tokens than this fill the device many times: bytes a second count then, not how soon a program ends.
-_MANY = 512
+# More tokens than these fill the device, or fill it many times: bytes a second count then, not how soon a program ends.
+_FEW, _MANY = 64, 512
 
 
 @triton.jit
@@ -171,7 +171,7 @@ def norm_rotary_store(
     *,
     num_heads: int,
     tile: int | None = None,
-    num_warps: int = 1,
+    num_warps: int | None = None,
 ) -> Tensor:
     """`minisgl.kernels.rotary.norm_rotary_store` in one launch.
 
@@ -183,7 +183,7 @@ def norm_rotary_store(
         kv: ``[2, num_pages, page_size, num_kv_heads, D]``, contiguous; written in place.
         slot_mapping: ``[N]`` int64.
         num_heads: of Q.
-        tile: numbers that a program takes, a power of 2: some heads.
+        tile: numbers that a program takes, a power of 2: some heads. What is not given goes by the number of tokens.
         num_warps: of a program.
 
     Returns:
@@ -194,8 +194,9 @@ def norm_rotary_store(
     assert (q_weight is None) == (k_weight is None) and cos.stride(1) == sin.stride(1) == 1
     out = torch.empty((num_tokens, num_heads, dim), dtype=qkv.dtype, device=qkv.device)
     if num_tokens:
-        block_d, tile = triton.next_power_of_2(dim), tile or (1024 if num_tokens > _MANY else 512)
-        heads = max(min(tile // block_d, triton.next_power_of_2(num_heads)), 1)
+        default_tile, default_warps = (2048, 2) if num_tokens > _FEW else (512, 1)
+        block_d, num_warps = triton.next_power_of_2(dim), num_warps or default_warps
+        heads = max(min((tile or default_tile) // block_d, triton.next_power_of_2(num_heads)), 1)
         tiles = triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads)
         launch(_norm_rotary_store_kernel, num_tokens * tiles)(
             qkv, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight, cos, sin, out, kv,
@@ -221,11 +222,12 @@ def _silu_and_mul_kernel(x, out, size, x_stride, BLOCK: tl.constexpr, PDL: tl.co
     tl.store(out + row * size + columns, result.to(dtype), mask=mask)
 
 
-def silu_and_mul(x: Tensor, *, block: int = 1024, num_warps: int = 4, pdl: bool = True) -> Tensor:
+def silu_and_mul(x: Tensor, *, block: int | None = None, num_warps: int = 4, pdl: bool = True) -> Tensor:
     """`minisgl.kernels.activation.silu_and_mul`: ``[N, 2 * F]``, gate first, to ``[N, F]``. A program takes ``block``
-    results, a power of 2; ``pdl`` as in `pdl_options`."""
+    results, a power of 2, by default more of them where there are many rows; ``pdl`` as in `pdl_options`."""
     num_rows, size = x.shape[0], x.shape[1] // 2
     assert x.stride(1) == 1 and x.shape[1] == 2 * size
+    block = block or (2048 if num_rows > _MANY else 1024)
     out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
     if num_rows:
         launch(_silu_and_mul_kernel, num_rows, triton.cdiv(size, block))(

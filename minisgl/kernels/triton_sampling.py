@@ -22,7 +22,7 @@ from torch import Tensor
 
 from minisgl.kernels.triton_launch import launch, let_next_begin, pdl_options, wait_for_previous
 
-_TILE = 4096
+_TILE, _WARPS = 2048, 4
 # A multiprocessor then holds four programs, of which one computes while others wait for memory, and none spills. Left
 # alone, Triton 3.6 takes as many and 3.9 takes 74. With 48 it would hold five, but rows that are not aligned spill.
 _MAX_REGISTERS = 64
@@ -208,7 +208,7 @@ def _best(
     if num_rows:
         launch(_candidates_kernel, num_rows, found.num_tiles)(
             logits, found.token_ids, temperature, seeds, positions, *found.columns, logits.stride(0), vocab_size,
-            ROWS=False, NOISE=noise is not None, TILE=tile, num_warps=8, maxnreg=_MAX_REGISTERS,
+            ROWS=False, NOISE=noise is not None, TILE=tile, num_warps=_WARPS, maxnreg=_MAX_REGISTERS,
             **pdl_options(device),
         )  # fmt: skip
         launch(_choose_kernel, num_rows)(
@@ -230,7 +230,7 @@ def sample_rows(
     *,
     all_greedy: bool = False,
     tile: int = _TILE,
-    num_warps: int = 8,
+    num_warps: int = _WARPS,
 ) -> Tensor:
     """`minisgl.kernels.sampling.sample_rows` in two launches.
 
