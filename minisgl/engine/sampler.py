@@ -44,6 +44,7 @@ class Need(IntFlag):
     LOGPROBS = 128
 
 
+_MORE_THAN_LAUNCH = int(~Need.RANDOM)  # an int: an enum's operators take microseconds
 # Rows that need nothing else are drawn in one pass over the logits.
 _ONE_PASS = Need.RANDOM | Need.LOGPROBS
 _ADJUSTS_LOGITS = Need.PENALTIES | Need.BIAS | Need.ALLOWED | Need.MIN_TOKENS
@@ -220,7 +221,7 @@ class Sampler:
 
     def takes_one_pass(self, rows: Int32Array) -> bool:
         """Whether these rows need nothing but `launch`, so that a graph can hold their draw."""
-        return not (self._needs[rows] & ~Need.RANDOM).any()
+        return not (self._needs[rows] & _MORE_THAN_LAUNCH).any()
 
     def launch(
         self,

@@ -234,10 +234,9 @@ class Scheduler:
         samples = starts + num_tokens == c.num_tokens[rows]
         self._step_id += 1
         admitted = [self._admitted_row(row) for row in draft.admitted]
-        token_offsets = np.zeros(len(rows) + 1, np.int32)
-        np.cumsum(np.where(c.on_device[rows], 0, num_tokens), out=token_offsets[1:])
+        known = ~c.on_device[rows]  # their tokens are on the host
         tokens, prompt_logprobs = [_EMPTY], []
-        for i in np.flatnonzero(~c.on_device[rows]).tolist():
+        for i in known.nonzero()[0].tolist():
             request, start = c.request(rows[i]), int(starts[i])
             end = start + int(num_tokens[i])
             tokens.append(request.token_ids[start:end])
@@ -245,10 +244,9 @@ class Scheduler:
             if num_top is not None and start + 1 < request.num_prompt_tokens:
                 prompt_logprobs.append(PromptLogprobs(i, request.prompt_token_ids[start + 1 : end + 1], num_top))
         page_starts = c.first_unsent_page[rows]
-        page_offsets = np.zeros(len(rows) + 1, np.int32)
-        np.cumsum(c.num_pages[rows] - page_starts, out=page_offsets[1:])
+        num_new_pages = c.num_pages[rows] - page_starts
         pages = [_EMPTY]
-        for i in np.flatnonzero(np.diff(page_offsets)).tolist():
+        for i in num_new_pages.nonzero()[0].tolist():
             pages.append(c.holding(rows[i]).page_ids[page_starts[i] :])
         c.first_unsent_page[rows] = c.num_pages[rows]
         c.num_computed[rows] += num_tokens
@@ -262,10 +260,10 @@ class Scheduler:
             num_tokens=num_tokens,
             starts=starts,
             samples=samples,
-            token_offsets=token_offsets,
+            token_offsets=_offsets(num_tokens * known),
             token_ids=np.concatenate(tokens),
             page_starts=page_starts,
-            page_offsets=page_offsets,
+            page_offsets=_offsets(num_new_pages),
             page_ids=np.concatenate(pages),
             page_copies=self.kv.take_copies(),
             admitted=tuple(admitted),
@@ -322,7 +320,8 @@ class Scheduler:
             indices.append(j)
             if request.num_output_tokens == request.max_tokens:
                 finished.append(self._finish(request, "length", None, now))
-        for i in np.flatnonzero(np.diff(plan.token_offsets)).tolist():
+        prefilled = np.diff(plan.token_offsets).nonzero()[0].tolist() if len(plan.token_ids) else []
+        for i in prefilled:
             row = int(plan.rows[i])
             if self._is_running(row):
                 self._share(row, int(plan.starts[i] + plan.num_tokens[i]))
@@ -454,6 +453,13 @@ class Scheduler:
             assert request.num_tokens <= c.num_tokens[row] or request.is_finished, request
         living = {r.request_id for r in (*self.waiting, *holders) if not r.is_finished}
         assert living == set(self.requests), living ^ set(self.requests)
+
+
+def _offsets(lengths: Int32Array) -> Int32Array:
+    """Where each of the parts begins, and where the last one ends."""
+    offsets = np.zeros(len(lengths) + 1, np.int32)
+    lengths.cumsum(out=offsets[1:])
+    return offsets
 
 
 def _arrival(request: Request) -> int:
