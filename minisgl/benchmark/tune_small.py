@@ -190,14 +190,16 @@ def measure(case: Case, device: torch.device, ceilings: Ceilings) -> list[dict[s
     """A row for each variant, best first."""
     rate = ceilings.read_bytes_per_s if case.reads_only else ceilings.copy_bytes_per_s
     rows = []
-    for name, kernel in case.variants.items():
+    # The default comes twice, and its second time counts: the first graph of a large case is slower by a tenth, with
+    # any variant, as if its memory were new.
+    for name, kernel in [*list(case.variants.items())[:1], *case.variants.items()]:
         calls = [partial(kernel, *arguments) for arguments in case.copies]
         seconds = time_calls(calls, device, repeats=3, run_s=0.003, graph=True).median_s
         share = 100 * case.num_bytes / rate / seconds
         rows.append(
             {"kernel": case.kernel, "shape": case.shape, "variant": name, "us": 1e6 * seconds, "share %": share}
         )
-    return sorted(rows, key=lambda row: row["us"])
+    return sorted(rows[1:], key=lambda row: row["us"])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
