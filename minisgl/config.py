@@ -47,7 +47,7 @@ _TEXTS = ("model", "device", "attention", "kernels", "record")
 
 def _check_fields(config: Any) -> None:
     """Raise ``ValueError`` for a field out of its range; None is allowed where it is the default. A number of numpy's
-    becomes Python's."""
+    becomes Python's, a path a string."""
     for f in fields(config):
         value = as_plain(getattr(config, f.name))
         object.__setattr__(config, f.name, value)
@@ -61,8 +61,10 @@ def _check_fields(config: Any) -> None:
             raise ValueError(f"{f.name} must be one of {allowed}, got {value!r}")
         elif f.name in _SWITCHES and not isinstance(value, bool):
             raise ValueError(f"{f.name} must be True or False, got {value!r}")
-        elif f.name in _TEXTS and not isinstance(value, (str, os.PathLike)):
-            raise ValueError(f"{f.name} must be a string, got {value!r}")
+        elif f.name in _TEXTS:
+            if not isinstance(value, (str, os.PathLike)):
+                raise ValueError(f"{f.name} must be a string, got {value!r}")
+            object.__setattr__(config, f.name, os.fspath(value))
 
 
 @dataclass(frozen=True, kw_only=True)

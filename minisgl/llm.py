@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import signal
 import sys
 import threading
@@ -57,8 +58,8 @@ class LLM:
         ValueError: an option out of its range, or a model that cannot be loaded.
     """
 
-    def __init__(self, model: str = "tiny", **options: Any) -> None:
-        self.engine_config = EngineConfig(model=str(model), **options)
+    def __init__(self, model: str | os.PathLike[str] = "tiny", **options: Any) -> None:
+        self.engine_config = EngineConfig(model=model, **options)  # type: ignore[arg-type]  # a path becomes a string
         loaded = load_engine(self.engine_config, progress=sys.stderr.isatty())
         self._engine: EngineCore | None = loaded.core
         self.tokenizer = loaded.tokenizer

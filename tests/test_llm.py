@@ -345,8 +345,12 @@ def test_V07_bad_messages(llm: LLM, bad: Any) -> None:
 def test_unknown_options_and_models(open_llm: Callable[..., LLM], tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="page_sise"):
         open_llm(page_sise=4)
-    with pytest.raises(ValueError, match=r"config\.json"):
-        LLM(str(tmp_path))
+    for model in (str(tmp_path), tmp_path):
+        with pytest.raises(ValueError, match=r"config\.json"):
+            LLM(model)
+    for bad in (None, 5, b"tiny"):
+        with pytest.raises(ValueError, match=f"model must be a string, got {bad!r}"):
+            LLM(bad)
 
 
 # ------------------------------------------------------------------------------------------------------------- streams
