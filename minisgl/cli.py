@@ -358,9 +358,14 @@ def _bench_front(args: argparse.Namespace) -> int:
 
 
 def _bench_all(args: argparse.Namespace) -> int:
+    import torch
+
     from minisgl.benchmark.targets import bench_all  # draws in torch
 
-    bench_all(_options(_from_args(EngineConfig, args)), shapes=args.shapes, output=args.output)
+    options = _options(_from_args(EngineConfig, args))
+    if options["device"] == "auto" and not torch.cuda.is_available():
+        args.parser.error("there is no CUDA device here; --device cpu measures on the CPU, for hours")
+    bench_all(options, shapes=args.shapes, output=args.output)
     return 0
 
 

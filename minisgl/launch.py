@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from threading import Thread
+from threading import RLock, Thread
 
 import torch
 
@@ -45,6 +45,8 @@ MAX_GRAPH_REQUESTS = 512
 
 logger = logging.getLogger(__name__)
 
+_one_at_a_time = RLock()
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedEngine:
@@ -56,14 +58,15 @@ class LoadedEngine:
 
 
 def load_engine(config: EngineConfig, *, progress: bool = False) -> LoadedEngine:
-    """Load the model and wire up an engine.
+    """Load the model and wire up an engine. One at a time in a process: while one loads, it measures what is free on
+    the device, and loads kernels, which Triton 3.6 cannot do in two threads at once.
 
     Raises:
         ValueError: for a model, device or option that cannot be had, in one line.
     """
     check_supported(config)
     device = find_device(config.device)
-    with on_device(device):
+    with _one_at_a_time, on_device(device):
         return _load(config, device, progress)
 
 

@@ -559,6 +559,18 @@ def test_bad_commands(argv: list[str], says: str, capsys: pytest.CaptureFixture[
     assert exit.value.code == 2 and error.count("\n") == 1 and says in error
 
 
+def test_all_targets_are_for_a_gpu_unless_a_cpu_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "all"])
+    assert "--device cpu" in capsys.readouterr().err
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(targets, "bench_all", lambda options, **others: asked.append(options))
+    assert cli.main(["bench", "all", "--device", "cpu"]) == 0 and asked[0]["device"] == "cpu"
+
+
 def test_what_reaches_a_share_and_what_does_not() -> None:
     """Of a roofline of 200, 50 must be reached: a quarter, on whatever machine."""
     target = Target("", None, SMALL, must=50, goal=100, roofline=200)

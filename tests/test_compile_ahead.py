@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -83,6 +85,23 @@ def test_what_cannot_be_compiled_ahead_is_said_and_costs_only_time(
     assert "no preload in this version" in caplog.text
     with pytest.raises(torch.OutOfMemoryError):
         capture.compile(4, 20)
+
+
+def test_steps_of_every_size_that_kernels_may_go_by_are_run_dry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All sizes of graphs, and the largest step; nothing above it."""
+    kv, device = SimpleNamespace(copy_pages=lambda copies: pages.append(len(copies))), torch.device("cpu")
+    capture = Capture(SimpleNamespace(kv=kv, table=SimpleNamespace(device=device)), 64)  # type: ignore[arg-type]
+    pages: list[int] = []
+    tokens: list[int] = []
+    decodes: list[int] = []
+    monkeypatch.setattr(graphs, "compile_ahead", lambda steps, device: steps())
+    monkeypatch.setattr(capture, "_two_layers", nullcontext, raising=False)
+    monkeypatch.setattr(capture, "_step_of_tokens", tokens.append, raising=False)
+    monkeypatch.setattr(capture, "_step_of_decodes", decodes.append, raising=False)
+    capture.compile(40, 700)
+    assert pages == [16, 32, 64] and decodes == graphs.decode_buckets(40)
+    few = graphs.decode_buckets(graphs.FEW_TOKENS)
+    assert sorted(tokens) == [*few, 128, 192, 256, 384, 512, 700]
 
 
 COMPILE = """
@@ -225,7 +244,16 @@ def test_a_kernel_that_cannot_be_made_costs_no_other_one(
     monkeypatch.setattr("minisgl.kernels.compile_ahead.dry_run", dry)
     driver = SimpleNamespace(active=SimpleNamespace(launcher_cls=launcher))
     monkeypatch.setattr("triton.runtime.driver", driver)
+    here, inside = threading.get_ident(), Counter[bool]()  # where the device was made the current one, and how often
+
+    def on_device(device: torch.device) -> AbstractContextManager[None]:
+        inside[threading.get_ident() == here] += 1
+        return nullcontext()
+
+    monkeypatch.setattr("minisgl.kernels.compile_ahead.on_device", on_device)
     assert compile_ahead(lambda: None, torch.device("cpu")) == 5
+    # In this thread: for the dry run, the kernel that goes first, and the loading of the three that could be compiled.
+    assert inside == {True: 5, False: 4}
     assert sorted(loaded) == ["fine", "fine, too"]
     messages = sorted(record.getMessage() for record in caplog.records)
     assert messages == [

@@ -22,6 +22,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,7 +36,7 @@ from checkpoints import Checkpoint
 from minisgl import LLM, RequestOutput, SamplingParams
 from minisgl.checkpoint import TINY
 from minisgl.config import EngineConfig, ModelConfig
-from minisgl.launch import MAX_GRAPH_REQUESTS, find_max_graph_requests, size_pool
+from minisgl.launch import MAX_GRAPH_REQUESTS, find_max_graph_requests, load_engine, size_pool
 from minisgl.utils import ceil_div
 
 NUM_PAGES, MAX_MODEL_LEN = 300, 128
@@ -351,6 +352,22 @@ def test_unknown_options_and_models(open_llm: Callable[..., LLM], tmp_path: Path
     for bad in (None, 5, b"tiny"):
         with pytest.raises(ValueError, match=f"model must be a string, got {bad!r}"):
             LLM(bad)
+
+
+def test_engines_load_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each measures what is free on the device meanwhile."""
+    inside, together = [], []
+
+    def load(*_: Any) -> None:
+        inside.append(1)
+        together.append(len(inside))
+        time.sleep(0.01)
+        inside.pop()
+
+    monkeypatch.setattr("minisgl.launch._load", load)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(load_engine, [EngineConfig(device="cpu")] * 4))
+    assert together == [1] * 4
 
 
 # ------------------------------------------------------------------------------------------------------------- streams

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import fields
 from itertools import product
 from types import FrameType
 from typing import Any
@@ -257,6 +258,8 @@ def test_budget_and_chunk_are_never_exceeded(overlap: bool, budget: int, chunk: 
     assert max(plan.num_tokens.max() for plan in loop.plans) <= (chunk or budget)
     num_prompt_tokens = sum(len(plan.token_ids) for plan in loop.plans)
     assert num_prompt_tokens == 1 + 5 + 17 + 33 + 33  # each computed once
+    columns = [getattr(plan, each.name) for plan in loop.plans for each in fields(plan)]
+    assert {column.dtype for column in columns if isinstance(column, np.ndarray)} == {np.dtype("i4"), np.dtype("?")}
 
 
 def test_rows_are_ordered_by_arrival() -> None:

@@ -5,7 +5,9 @@ Outputs are NaN before a kernel writes them, and so is whatever it has no busine
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -109,6 +111,42 @@ def test_norm_rotary_store_of_any_number_of_tokens(monkeypatch: pytest.MonkeyPat
     out = triton_elementwise.norm_rotary_store(qkv, *arguments, kv, slots, num_heads=heads)
     close(out, right, torch.float32)
     torch.testing.assert_close(kv, right_kv, equal_nan=True, atol=3e-6, rtol=3e-6)
+
+
+def launches(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> list[dict[str, Any]]:
+    """What ``call`` would launch: its grid and its options."""
+    found: list[dict[str, Any]] = []
+
+    def launch(kernel: Any, *grid: int) -> Callable[..., None]:
+        return lambda *args, **options: found.append({"grid": grid, **options})
+
+    with monkeypatch.context() as patch:
+        patch.setattr(triton_elementwise, "launch", launch)
+        call()
+    return found
+
+
+def test_how_work_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the number of tokens, as `minisgl.benchmark.tune_small` measured it, or as one is told. 16 query heads of 128:
+    a tile of 512 has four heads, so four programs for Q and two each for K and V; one of 2,048 has 16."""
+    kv, dim = torch.zeros(2, 1, 1, 8, 128, device=DEVICE), torch.ones(128, device=DEVICE)
+
+    def rotate(tokens: int, **options: int) -> tuple[int, int, int]:
+        qkv, turns = torch.zeros(tokens, 32 * 128, device=DEVICE), torch.zeros(2, tokens, 64, device=DEVICE)
+        slots = torch.zeros(tokens, dtype=torch.int64, device=DEVICE)
+        (one,) = launches(monkeypatch, lambda: triton_elementwise.norm_rotary_store(
+            qkv, dim, dim, 1e-5, *turns, kv, slots, num_heads=16, **options))  # fmt: skip
+        return one["grid"][0] // tokens, one["HEADS"], one["num_warps"]
+
+    assert rotate(64) == (8, 4, 1) and rotate(65) == rotate(513) == (3, 16, 2)
+    assert rotate(65, tile=1024, num_warps=4) == (4, 8, 4) and rotate(1, tile=128) == (32, 1, 1)
+
+    def activate(rows: int, **options: int) -> tuple[int, int]:
+        x = torch.zeros(rows, 2 * 3000, device=DEVICE)
+        (one,) = launches(monkeypatch, lambda: triton_elementwise.silu_and_mul(x, **options))
+        return one["grid"][1], one["BLOCK"]
+
+    assert activate(512) == (3, 1024) and activate(513) == (2, 2048) and activate(513, block=512) == (6, 512)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
 from minisgl import LLM
+from minisgl.benchmark import tune_decode, tune_small
 from minisgl.benchmark import tune_step as module
 from minisgl.benchmark.ceilings import Ceilings
 from minisgl.benchmark.gemm import Product
@@ -107,3 +110,13 @@ def test_real_steps_are_timed_and_the_engine_is_left_idle(monkeypatch: pytest.Mo
         assert (4096, 1024) not in paths_of(Bench(llm, "tiny", Ceilings(1e10, 1e10, 1e10, 1e-6, "float32")))
     with LLM("tiny", **SIZES) as llm, pytest.raises(ValueError, match="only kernels 'triton'"):
         paths_of(Bench(llm, "tiny", Ceilings(1e10, 1e10, 1e10, 1e-6, "float32")))
+
+
+@pytest.mark.parametrize("tuner", [module, tune_small, tune_decode])
+def test_without_a_device_that_is_said_at_once(
+    tuner: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        tuner.main(["--output", "nowhere.json"])
+    assert "there is no CUDA device here" in capsys.readouterr().err

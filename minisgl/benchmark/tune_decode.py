@@ -234,7 +234,8 @@ def tune_shape(
 
     def run_all() -> None:
         for options, module in kernels:
-            case.run(case.plan(options), case.layers[0], case.out, module)
+            plan = case.plan(options)
+            _attempt(module.__name__, functools.partial(case.run, plan, case.layers[0], case.out, module))
 
     compile_ahead(run_all, case.device)
     floor_s = case.kv_bytes / ceilings.read_bytes_per_s
@@ -322,6 +323,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", required=True, help="JSON file")
     parser.add_argument("--quick", action="store_true", help="fewer shapes and variants")
     args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        parser.error("there is no CUDA device here")
     device = torch.device("cuda", torch.cuda.current_device())
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = False

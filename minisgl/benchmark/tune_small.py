@@ -207,6 +207,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--output", required=True, help="JSON file")
     args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        parser.error("there is no CUDA device here")
     device = torch.device("cuda", torch.cuda.current_device())
     torch.manual_seed(0)
     ceilings = measure_ceilings(device)
